@@ -1,0 +1,44 @@
+# make demo    sets up an environment and runs the demo
+# make test    sets up an environment and runs the tests
+# PYTHON=python3.12 picks another interpreter, VENV=dir another place for the environment.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+PIP = $(RUN) -m pip --disable-pip-version-check install --quiet
+# torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
+EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity" if sys.version_info[:2] == (3, 11) else "test")')
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.kvq
+	$(VENV)/bin/kvq demo
+
+test: $(VENV)/.kvq-test
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(VENV)/.kvq-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: $(VENV)/.kvq-test
+	$(RUN) -m benchmarks.attention --json benchmarks/results/attention_cpu.json
+	$(RUN) -m benchmarks.decode_step --json benchmarks/results/decode_step_cpu.json
+	$(RUN) -m benchmarks.tables
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.kvq: $(VENV)/bin/python pyproject.toml
+	@echo "installing kvq into $(VENV) (a minute or two) ..."
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.kvq-test: $(VENV)/bin/python pyproject.toml
+	@echo "installing kvq with extras $(EXTRAS) into $(VENV) (a few minutes) ..."
+	$(PIP) -e ".[$(EXTRAS)]"
+	@touch $@

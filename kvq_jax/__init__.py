@@ -1,0 +1,42 @@
+"""KV-cache quantization: specs, caches, and attention that reads packed bits.
+
+import kvq_jax as kvq
+
+spec = kvq.parse("innerq:bits=2")
+cache = kvq.init_cache(spec, config, batch=1, capacity=4096)
+"""
+
+from kvq_jax.accounting import bits_per_element, body_bits_per_element, components, dense_nbytes, nbytes
+from kvq_jax.algebra import merge_rows, repeat_rows, select_rows, trim
+from kvq_jax.array_types import LayerInputs
+from kvq_jax.cache import Cache, init_cache, layout
+from kvq_jax.registry import METHODS
+from kvq_jax.rope import Rope
+from kvq_jax.roundtrip import roundtrip, roundtrip_layer
+from kvq_jax.serialization import fingerprint, load_cache, save_cache
+from kvq_jax.spec import CacheSpec, parse
+
+__all__ = [
+    "METHODS",
+    "Cache",
+    "CacheSpec",
+    "LayerInputs",
+    "Rope",
+    "bits_per_element",
+    "body_bits_per_element",
+    "components",
+    "dense_nbytes",
+    "fingerprint",
+    "init_cache",
+    "layout",
+    "load_cache",
+    "merge_rows",
+    "nbytes",
+    "parse",
+    "repeat_rows",
+    "roundtrip",
+    "roundtrip_layer",
+    "save_cache",
+    "select_rows",
+    "trim",
+]

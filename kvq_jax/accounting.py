@@ -1,0 +1,74 @@
+"""Bytes and bits, counted from the arrays themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.cache import Cache, dims_of, layout
+from kvq_jax.spec import CacheSpec
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree: a cache, a layer, or a layout of either. Exact."""
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> int:
+    """Bytes of K and V in full: 2 * L * B * K * S * H * itemsize."""
+    d = dims_of(config)
+    return 2 * d.num_hidden_layers * batch * d.num_key_value_heads * capacity * d.head_dim * jnp.dtype(dtype).itemsize
+
+
+def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16") -> float:
+    """Stored bits of a whole cache (windows, scales, padding and statistics included) divided by the 2 * L * K * S * H elements it stands for."""
+    elements = dense_nbytes(config, 1, capacity, "uint8")
+    return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
+
+
+def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
+    """Stored bits of one body element, averaged over layers and sides: what papers call average bits, windows left out. Counted from one block's arrays."""
+    cache = layout(spec, config, 1, 1)
+    bits = elements = 0
+    for plan in cache.plans:
+        for codec in plan.codecs:
+            tokens = plan.regions.block * 32
+            bits += 8 * sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(codec.body(1, plan.heads, tokens)))
+            elements += plan.heads * tokens * plan.head_dim
+    return bits / elements
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    return nbytes(leaf.struct)
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Bytes of one named part of a cache, over all layers."""
+
+    side: str
+    name: str
+    bytes: int
+
+
+def components(cache: Cache) -> tuple[Component, ...]:
+    """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt statistics. Their sum is `nbytes(cache)`."""
+    totals: dict[tuple[str, str], int] = {}
+    for layer in cache.layers:
+        for field in dataclasses.fields(layer):
+            for side, tree in zip(("k", "v"), getattr(layer, field.name), strict=True):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                    name = field.name if field.name != "body" else _body_name(path)
+                    totals[side, name] = totals.get((side, name), 0) + nbytes(leaf)
+    rows = [Component(side, name, size) for (side, name), size in sorted(totals.items())]
+    return (*rows, Component("-", "lengths", nbytes(cache.lengths)))
+
+
+def _body_name(path: tuple[Any, ...]) -> str:
+    names = [entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)]
+    return names[0] if names else "rows"

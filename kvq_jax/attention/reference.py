@@ -1,0 +1,58 @@
+"""The attention that defines correctness: decode the whole layer to dense rows, then ordinary softmax attention in fp32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvq_jax.array_types import LengthsB, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.body import load_body
+from kvq_jax.rope import Rope
+
+if TYPE_CHECKING:
+    from kvq_jax.layer import LayerPlan, LayerState
+
+
+def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB) -> tuple[RowsBKTH, RowsBKTH]:
+    """Cached rows of both sides in token order, fp32 [B, K, S, C]; zeros from `lengths` on."""
+    regions = plan.regions
+    position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))
+    aged = regions.sink + regions.body(lengths)[:, None]
+    index = jnp.where(
+        position < regions.sink,
+        position,
+        jnp.where(
+            position < aged,
+            regions.sink_slots + position - regions.sink,
+            regions.sink_slots + regions.body_capacity + regions.ring_slot(position),
+        ),
+    )
+    live = (position < lengths[:, None])[:, None, :, None]
+    found = []
+    for side, codec in enumerate(plan.codecs):
+        stored = load_body(codec.body(1, 1, regions.block), state.body[side])
+        body = codec.decode((params or ((), ()))[side], state.stats[side], stored)
+        rows = jnp.concatenate([part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])], axis=2)
+        found.append(jnp.where(live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0))
+    return found[0], found[1]
+
+
+def decode_vectors(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, rope: Rope | None) -> tuple[RowsBKTH, RowsBKTH]:
+    """Keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
+    rows = decode_rows(plan, params, state, lengths)
+    positions = jnp.broadcast_to(jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity))
+    params = params or ((), ())
+    k, v = (codec.vectors(p, r, positions, rope) for codec, p, r in zip(plan.codecs, params, rows, strict=True))
+    return k, v
+
+
+def attend(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH, mask: Bool[Array, "B T S"]) -> Float[Array, "B N T H"]:
+    """softmax(q k^T / sqrt(H)) v in fp32; query head n reads KV head n // G."""
+    batch, heads, tokens, head_dim = q.shape
+    q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)
+    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k.astype(jnp.float32)) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgts,bksh->bkgth", weights, v.astype(jnp.float32)).reshape(q.shape)

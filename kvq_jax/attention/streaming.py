@@ -1,0 +1,169 @@
+"""Attention over a layer in one pass of online softmax: exact rows first, then the body in chunks.
+
+    out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
+
+The body is never decoded as a whole: one chunk of it is read, used and forgotten, and the loop's trip count follows the live length, not the capacity.
+Works for every codec, on every backend, for T >= 1 queries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.attention import online
+from kvq_jax.body import load_chunk
+from kvq_jax.codec import dot_rows, weigh_rows
+from kvq_jax.rope import Rope
+
+if TYPE_CHECKING:
+    from kvq_jax.layer import LayerPlan, LayerState
+
+BODY_CHUNK = 512  # tokens; measured in docs/decisions.md
+EXACT_CHUNK = 1024  # exact rows read in one step of a long prompt
+QUERY_CHUNK = 256  # queries of a long prompt that share one pass
+
+
+def attend(
+    plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, Tree], inputs: LayerInputs, limits: PositionsBT
+) -> QueryBNTH:
+    """softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
+
+    windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows.
+    body: the bodies to read. limits [B, T]: how many body tokens each query sees; positions from sink + limit on come from exact
+    rows. Queries at padding get zeros.
+    """
+    view = _view(plan, params, windows, body, inputs)
+    tokens = inputs.q_rot.shape[2]
+    queries = _Queries(inputs.q_rot, inputs.positions, limits)
+    if tokens <= QUERY_CHUNK:
+        return _attend_queries(view, queries, tokens)
+
+    chunks = -(-tokens // QUERY_CHUNK)
+    padding = chunks * QUERY_CHUNK - tokens
+    padded = _Queries(
+        jnp.pad(queries.q, ((0, 0), (0, 0), (0, padding), (0, 0))),
+        jnp.pad(queries.positions, ((0, 0), (0, padding)), constant_values=-1),  # sees nothing: no position is below 0
+        jnp.pad(queries.limits, ((0, 0), (0, padding))),
+    )
+
+    def one(i: Array) -> QueryBNTH:
+        at = i * QUERY_CHUNK
+        part = _Queries(*(lax.dynamic_slice_in_dim(a, at, QUERY_CHUNK, axis) for a, axis in zip(padded, (2, 1, 1), strict=True)))
+        return _attend_queries(view, part, at + QUERY_CHUNK)
+
+    out = lax.map(one, jnp.arange(chunks))  # [chunks, B, N, QUERY_CHUNK, H]
+    return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
+
+
+def chunk_tokens(block: int, capacity: int) -> int:
+    """Body tokens read in one step: whole blocks, about BODY_CHUNK."""
+    return min(max(BODY_CHUNK // block, 1) * block, capacity)
+
+
+class _Queries(NamedTuple):
+    """Queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T] (see `attend`)."""
+
+    q: QueryBNTH
+    positions: PositionsBT
+    limits: PositionsBT
+
+
+class _View(NamedTuple):
+    """All that the queries of one call may read: the exact rows in the order sink, ring, new tokens, and the body."""
+
+    plan: LayerPlan
+    params: Tree
+    stats: tuple[Tree, Tree]
+    body: tuple[Tree, Tree]
+    rope: Rope | None
+    keys: RowsBKTH
+    values: RowsBKTH
+    positions: Int[Array, "B E"]
+    real: Bool[Array, "B E"]
+
+
+def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, Tree], inputs: LayerInputs) -> _View:
+    regions = plan.regions
+    start = inputs.positions[:, :1]
+    sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=start.dtype)[None], (start.shape[0], regions.sink_slots))
+    ring = regions.ring_positions(start[:, 0])
+    positions = jnp.concatenate([sink, ring, inputs.positions], axis=1)
+    real = jnp.concatenate([sink < start, (ring >= regions.sink) & (ring < start), inputs.valid], axis=1)
+    vectors = []
+    for side, codec in enumerate(plan.codecs):
+        new = codec.rows(params[side], inputs).astype(windows.ring[side].dtype)
+        rows = jnp.concatenate([windows.sink[side], windows.ring[side], new], axis=2)
+        vectors.append(codec.vectors(params[side], rows, positions, inputs.rope))
+    keys, values = vectors
+    values = jnp.where(real[:, None, :, None], values, 0)  # a masked token has weight 0, but 0 * nan is nan
+    return _View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
+
+
+def _attend_queries(view: _View, queries: _Queries, newest: int | Array) -> QueryBNTH:
+    """Attention of up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them may see."""
+    batch, heads, tokens, head_dim = queries.q.shape
+    group = heads // view.plan.heads
+    rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
+    part = online.empty(batch, view.plan.heads, group * tokens, head_dim)
+    part = _add_exact(view, queries, rows, part, newest)
+    part = _add_body(view, queries, rows, part)
+    return online.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
+
+
+def _add_exact(view: _View, queries: _Queries, rows: Array, part: online.Part, newest: int | Array) -> online.Part:
+    regions, size = view.plan.regions, view.keys.shape[2]
+    chunk = min(size, EXACT_CHUNK)
+    aged = regions.sink + queries.limits[..., None]
+
+    def step(i: int | Array, part: online.Part) -> online.Part:
+        at, fresh = _window(i, chunk, size)
+        k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
+        held, real = (lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real))
+        seen = (held <= queries.positions[..., None]) & ((held < regions.sink) | (held >= aged)) & real & fresh[None, None]
+        return online.extend(part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v))
+
+    if chunk == size:
+        return step(0, part)
+    old = regions.sink_slots + regions.ring_slots
+    return lax.fori_loop(0, -(-(old + newest) // chunk), step, part)
+
+
+def _add_body(view: _View, queries: _Queries, rows: Array, part: online.Part) -> online.Part:
+    regions, (k_params, v_params), (k_stats, v_stats) = view.plan.regions, view.params, view.stats
+    size = regions.body_capacity
+    if not size:
+        return part
+    chunk = chunk_tokens(regions.block, size)
+    query = view.plan.k.query(k_params, k_stats, rows)
+
+    def step(i: Array, part: online.Part) -> online.Part:
+        at, fresh = _window(i, chunk, size)
+        first, blocks = at // regions.block, chunk // regions.block
+        k, v = (load_chunk(codec.body(1, 1, regions.block), b, first, blocks) for codec, b in zip(view.plan.codecs, view.body, strict=True))
+        index = at + jnp.arange(chunk)
+        held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
+        scores = _scaled(view.plan.k.scores(k_params, k_stats, query, k, held, view.rope), rows)
+        seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
+        return online.extend(part, scores, _per_row(seen, rows), lambda w: view.plan.v.weighted(v_params, v_stats, w, v, held, view.rope))
+
+    return lax.fori_loop(0, -(-jnp.max(queries.limits) // chunk), step, part)
+
+
+def _scaled(scores: Float[Array, "B K R C"], rows: Float[Array, "B K R H"]) -> Float[Array, "B K R C"]:
+    return scores * rows.shape[-1] ** -0.5
+
+
+def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[Array, "B 1 R C"]:
+    """A mask over tokens T repeated for the group-major query rows R = G * T."""
+    return jnp.tile(mask, (1, rows.shape[2] // mask.shape[1], 1))[:, None]
+
+
+def _window(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
+    """Where step i reads, and which of its entries no earlier step read: the last window is moved back to stay inside the array."""
+    at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
+    return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk

@@ -1,0 +1,94 @@
+"""What a method supplies for one side of one layer: how rows become a compressed body, and how attention reads it.
+
+A codec is a frozen dataclass of resolved static values (bits, group size, head dim); its functions are pure. `params` are the method's parameters for this layer and
+side (calibrated tables, bases; `()` for methods without any), `stats` what the prompt fixed (`()` for methods without prompt statistics).
+
+Only `rows`, `body`, `encode` and `decode` must be written; attention then works through `decode`. `query`, `scores` and `weighted` exist for codecs whose algebra
+does better than decoding every element: a scale times a partial dot product, a table look-up shared by query heads.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.rope import Rope
+
+Side = Literal["k", "v"]
+
+
+class Codec(abc.ABC):
+    """One side (K or V) of one layer's cache. Laws, tested over the method table:
+
+    - `encode` codes whole blocks independently: encode(a ++ b) == encode(a) ++ encode(b) along tokens.
+    - Rows of the batch are independent: a prompt has the same codes alone and inside a batch.
+    - `scores(query(q), body) == q . vectors(decode(body))` and `weighted(p, body) == p . vectors(decode(body))`, to fp32 rounding.
+    """
+
+    @abc.abstractmethod
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        """What is cached for new tokens: exact in the windows, coded in the body."""
+
+    @abc.abstractmethod
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
+        """The body's arrays for `tokens` tokens, as a tree of `body.Leaf`."""
+
+    @abc.abstractmethod
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        """Codes whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
+
+    @abc.abstractmethod
+    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        """The rows that a body stands for, fp32 unless stored exactly."""
+
+    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+        """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first. Leaves have a leading batch axis."""
+        return ()
+
+    def initial_statistics(self, batch: int, heads: int) -> Tree:
+        """The statistics of a row that never had a prompt."""
+        return ()
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        """Keys after RoPE, or values, from cached rows at these positions."""
+        return rows
+
+    def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
+        """What `scores` needs of the queries, computed once for all chunks. q is scaled by 1/sqrt(H); R = G * T query rows share a KV head."""
+        return q
+
+    def scores(
+        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        """q . k for a chunk of the body, fp32."""
+        keys = self.vectors(params, self.decode(params, stats, body), positions, rope)
+        return dot_rows(query, keys)
+
+    def weighted(
+        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R H"]:
+        """weights . v for a chunk of the body, fp32."""
+        values = self.vectors(params, self.decode(params, stats, body), positions, rope)
+        return weigh_rows(weights, values)
+
+
+def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"]) -> Float[Array, "B K R C"]:
+    """q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated."""
+    return jnp.einsum("bkrh,bkch->bkrc", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
+
+
+def weigh_rows(p: Float[Array, "B K R C"], v: Float[Array, "B K C H"]) -> Float[Array, "B K R H"]:
+    """p . v in fp32."""
+    return jnp.einsum("bkrc,bkch->bkrh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBKTH:
+    """The rows that a method keeps for a side; an error names what the caller did not supply."""
+    rows = inputs.v if side == "v" else inputs.k_pre if pre_rope else inputs.k_rot
+    if rows is None:
+        raise ValueError("this method caches keys before RoPE, but LayerInputs.k_pre is None")
+    return rows

@@ -1,0 +1,53 @@
+"""The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero.
+
+What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. How a chunk meets the query follows
+the grouped axis, not the side:
+
+    grouped over channels:  q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)              a scale meets a partial sum
+    grouped over tokens:    p . v = sum over token groups of scale * (p_g . code_g) + zero * sum(p_g)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float, Int
+
+from kvq_jax import quantized
+from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.codec import Codec, Side, dot_rows, side_rows
+from kvq_jax.quantized import GroupFormat, Quantized
+from kvq_jax.rope import Rope, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCodec(Codec):
+    """x^ = code * scale + zero, groups as `format` says. `pre_rope` keys are cached before RoPE and rotated when read."""
+
+    side: Side
+    format: GroupFormat
+    pre_rope: bool = False
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return side_rows(inputs, self.side, self.pre_rope)
+
+    def body(self, batch: int, heads: int, tokens: int) -> Quantized:
+        return quantized.leaves(self.format, batch, heads, tokens)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+        return quantized.quantize(rows, self.format)
+
+    def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
+        return quantized.dequantize(body)
+
+    def scores(
+        self, params: Tree, stats: Tree, query: Tree, body: Quantized, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        return dot_rows(query, self.vectors(params, quantized.dequantize(body), positions, rope))
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        if not self.pre_rope:
+            return rows
+        if rope is None:
+            raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
+        return rotate(rows, positions, rope)

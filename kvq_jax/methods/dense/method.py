@@ -1,0 +1,47 @@
+"""The exact cache as a method: the body holds the rows themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
+from kvq_jax.body import Leaf
+from kvq_jax.codec import Codec, Side, side_rows
+from kvq_jax.method import Method, Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseCodec(Codec):
+    """x^ = x, stored as `dtype`. Exact."""
+
+    side: Side
+    channels: int
+    dtype: str
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return side_rows(inputs, self.side)
+
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
+        return Leaf((batch, heads, tokens, self.channels), self.dtype, 2)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        return rows.astype(jnp.dtype(self.dtype))
+
+    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        return body
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Method):
+    name: ClassVar[str] = "dense"
+    summary: ClassVar[str] = "exact keys and values in the model's dtype (the baseline)"
+    source: ClassVar[str] = "-"
+
+    def windows(self) -> Windows:
+        return Windows(sink=0, recent=0, block=1)
+
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        return DenseCodec(side, dims.head_dim, dtype)

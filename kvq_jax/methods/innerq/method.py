@@ -1,0 +1,91 @@
+"""InnerQ's options and its key codec. Equations and deviations: README.md beside this file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvq_jax import quantized
+from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
+from kvq_jax.codec import Codec, Side
+from kvq_jax.group_codec import GroupCodec
+from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.quantized import GroupFormat, Quantized, Scheme, resolve_group
+
+BITS = (1, 2, 3, 4, 8)
+NORM_FLOOR = 1e-3
+Mode = Literal["sym", "asym", "hybrid", "hybrid_prefill"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerQCodec(GroupCodec):
+    """Groups over the inner dimension; with `normalize`, keys are divided by the prompt's channel norm and the query is multiplied by it."""
+
+    hybrid_decode: bool = True  # False: generated tokens take symmetric groups (hybrid_prefill)
+    normalize: bool = False
+
+    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+        """norm_h = sqrt(max_t |k_th|) over the prompt's valid, finite keys from position `first` on, at least 1e-3; 1 where there are none. [B, K, 1, H] fp32."""
+        if not self.normalize:
+            return ()
+        keys = self.rows(params, inputs).astype(jnp.float32)
+        counted = (inputs.valid & (inputs.positions >= first))[:, None, :, None]
+        largest = jnp.max(jnp.where(counted & jnp.isfinite(keys), jnp.abs(keys), 0), axis=2, keepdims=True)
+        norm = jnp.maximum(jnp.sqrt(largest), NORM_FLOOR)
+        return jnp.where(jnp.any(counted, axis=2, keepdims=True), norm, 1.0)
+
+    def initial_statistics(self, batch: int, heads: int) -> Tree:
+        return jnp.ones((batch, heads, 1, self.format.channels), jnp.float32) if self.normalize else ()
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+        scheme: Scheme = self.format.scheme if prefill or self.hybrid_decode else "sym"
+        scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
+        return quantized.quantize(scaled, self.format, scheme)
+
+    def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
+        rows = quantized.dequantize(body)
+        return rows * stats if self.normalize else rows
+
+    def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
+        # q . (norm * k) = (q * norm) . k: the norm meets the query once, not every key
+        return super().query(params, stats, q.astype(jnp.float32) * stats if self.normalize else q)
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerQ(Method):
+    """Keys per token over channel groups, values per channel over token groups. Tayaranian et al., InnerQ, section 4."""
+
+    name: ClassVar[str] = "innerq"
+    summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalised per channel"
+    source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026)"
+    prompt_statistics: ClassVar[bool] = True
+
+    bits: int | PerLayer = option(2, "magnitude bits, sign extra in symmetric groups (the paper's count)", choices=BITS, per_layer=True)
+    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    total_bits: int = option(
+        0, "bits with the sign counted (0: use bits); 3 here is the paper's 2 unless mode=asym", choices=(0, 2, 3, 4, 5, 8, 9)
+    )
+    mode: Mode = option("hybrid", "quantizer of a group", choices=("hybrid", "sym", "asym", "hybrid_prefill"))
+    group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
+    normalize: bool = option(True, "divide keys by the prompt's per-channel norm")
+    scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
+
+    def windows(self) -> Windows:
+        return Windows(sink=32, recent=96, block=self.group_size or 32)
+
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
+        bits = own or at_layer(self.bits, layer)
+        if self.total_bits:
+            bits = self.total_bits - (self.mode != "asym")
+        scheme: Scheme = "hybrid" if self.mode == "hybrid_prefill" else self.mode
+        if side == "k":
+            group, axis = resolve_group(self.group_size, dims.head_dim, "head_dim"), "channels"
+        else:
+            group, axis = resolve_group(self.group_size, block, "the block of tokens"), "tokens"
+        format = GroupFormat(bits, scheme, axis, group, dims.head_dim, block, self.scale_dtype)
+        return InnerQCodec(side, format, hybrid_decode=self.mode != "hybrid_prefill", normalize=self.normalize and side == "k")

@@ -1,0 +1,143 @@
+"""The quantized array: packed codes with one scale (and zero) for each group, as a value with one invariant.
+
+    x[b, k, t, h]  ~  code[b, k, t, h] * scale[group] + zero[group]
+
+A group is `group_size` neighbouring channels of one token (grouped over "channels": InnerQ keys, KIVI values) or `group_size` neighbouring tokens of one
+channel (grouped over "tokens": KIVI keys, InnerQ values).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvq_jax import uniform
+from kvq_jax.body import Leaf
+from kvq_jax.packing import PlaneLayout, Words, pack, plane_layout, unpack
+
+Axis = Literal["channels", "tokens"]
+Scheme = Literal["asym", "sym", "hybrid"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFormat:
+    """How a body is quantized. Static and hashable.
+
+    `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the sign), which `code_bits` includes.
+    `scale_dtype` is the dtype of scales and zeros.
+    """
+
+    bits: int
+    scheme: Scheme
+    axis: Axis
+    group_size: int
+    channels: int
+    block: int
+    scale_dtype: str = "float16"
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits + (self.scheme != "asym")
+
+    @property
+    def stores_zero(self) -> bool:
+        return self.scheme != "sym"
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return plane_layout(self.code_bits, self.channels, self.block)
+
+    @property
+    def centre(self) -> int:
+        """The code that stands for 0 in the symmetric scheme: zero = -centre * scale."""
+        return 2**self.bits - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """x ~ code * scale + zero.
+
+    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K, H/group, S] where grouped over channels, [B, K, S/group, H] where
+    grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
+    """
+
+    words: Words
+    scale: Float[Array, "B K groups rest"]
+    zero: Float[Array, "B K groups rest"] | None
+    format: GroupFormat = dataclasses.field(metadata={"static": True})
+
+
+def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> Quantized:
+    """The `Quantized` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+    layout = format.layout
+    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
+    if format.axis == "channels":
+        scale = Leaf((batch, heads, format.channels // format.group_size, tokens), format.scale_dtype, 3)
+    else:
+        scale = Leaf((batch, heads, tokens // format.group_size, format.channels), format.scale_dtype, 2)
+    return Quantized(words, scale, scale if format.stores_zero else None, format)  # type: ignore[arg-type]  # a tree of descriptions
+
+
+def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> Quantized:
+    """Quantizes rows [B, K, T, H], T a multiple of the block. `scheme` may name the scheme of these rows where a hybrid body takes symmetric ones."""
+    scheme = scheme or format.scheme
+    b, k, t, h = rows.shape
+    if format.axis == "channels":
+        grouped, axis = rows.reshape(b, k, t, h // format.group_size, format.group_size), 4
+    else:
+        grouped, axis = rows.reshape(b, k, t // format.group_size, format.group_size, h), 3
+    quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme]
+    group = quantizer(grouped, format.bits, axis, jnp.dtype(format.scale_dtype))
+    if format.stores_zero and group.zero is None:
+        group = uniform.with_stored_zero(group, format.bits)
+
+    def stored(statistic: Array) -> Array:
+        statistic = jnp.squeeze(statistic, axis)
+        return jnp.swapaxes(statistic, 2, 3) if format.axis == "channels" else statistic
+
+    zero = None if group.zero is None else stored(group.zero)
+    return Quantized(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
+
+
+def codes(body: Quantized) -> Int[Array, "B K T H"]:
+    """The unsigned codes [B, K, T, H], sign included where there is one."""
+    return unpack(body.words, body.format.layout)
+
+
+def per_element(statistic: Float[Array, "B K groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
+    """A stored scale or zero, in fp32, repeated to one entry for each element."""
+    statistic = statistic.astype(jnp.float32)
+    if format.axis == "channels":
+        return jnp.repeat(jnp.swapaxes(statistic, 2, 3), format.group_size, axis=3)
+    return jnp.repeat(statistic, format.group_size, axis=2)
+
+
+def zeros(body: Quantized) -> Float[Array, "B K groups rest"]:
+    """The zero of each group in fp32, stored or implied."""
+    if body.zero is not None:
+        return body.zero.astype(jnp.float32)
+    return -body.format.centre * body.scale.astype(jnp.float32)
+
+
+def dequantize(body: Quantized) -> Float[Array, "B K T H"]:
+    """code * scale + zero, fp32 [B, K, T, H]. Exact for the codes."""
+    scale = per_element(body.scale, body.format)
+    return codes(body).astype(jnp.float32) * scale + per_element(zeros(body), body.format)
+
+
+def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
+    return tuple(d for d in range(1, min(size, up_to or size) + 1) if size % d == 0)
+
+
+def resolve_group(requested: int, size: int, what: str) -> int:
+    """The group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to 32. ValueError lists the divisors."""
+    if requested == 0:
+        return divisors(size, 32)[-1]
+    if size % requested:
+        raise ValueError(f"group_size={requested} does not divide {what} ({size}); divisors: {', '.join(map(str, divisors(size)))}")
+    return requested

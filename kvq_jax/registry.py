@@ -1,0 +1,14 @@
+"""All methods, by name. A new method is a folder in `methods/` and a line here."""
+
+from __future__ import annotations
+
+from kvq_jax.method import Method
+from kvq_jax.methods.dense import Dense
+from kvq_jax.methods.innerq import InnerQ
+from kvq_jax.methods.kivi import Kivi
+
+METHODS: dict[str, type[Method]] = {
+    "dense": Dense,
+    "kivi": Kivi,
+    "innerq": InnerQ,
+}

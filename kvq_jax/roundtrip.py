@@ -1,0 +1,41 @@
+"""What a cache makes of given keys and values: every token quantized, no window."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from kvq_jax.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.cache import CacheDims
+from kvq_jax.spec import CacheSpec, parse
+
+
+def roundtrip_layer(spec: CacheSpec | str, inputs: LayerInputs, params: Tree = (), layer: int = 0) -> tuple[RowsBKTH, RowsBKTH]:
+    """(k_hat, v_hat), fp32 [B, K, T, H]: keys after RoPE and values as the body would return them, for tokens of one prompt.
+
+    The last token is repeated to fill the last block, which does not widen any range.
+    """
+    spec = parse(spec)
+    batch, heads, tokens, head_dim = inputs.v.shape
+    x_width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
+    dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, x_width)
+    plan = spec.layer(layer, dims, tokens, "float32")
+    padding = -tokens % spec.block
+    found = []
+    for codec, own in zip(plan.codecs, params or ((), ()), strict=True):
+        rows = codec.rows(own, inputs).astype(jnp.float32)
+        stats = codec.statistics(own, inputs, 0)
+        padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
+        decoded = codec.decode(own, stats, codec.encode(own, stats, padded, prefill=True))[:, :, :tokens]
+        found.append(codec.vectors(own, decoded, inputs.positions, inputs.rope).astype(jnp.float32))
+    return found[0], found[1]
+
+
+def roundtrip(spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None) -> tuple[RowsBKTH, RowsBKTH]:
+    """(k_hat, v_hat) of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] for methods that look at queries.
+
+    For methods without parameters that cache keys after RoPE; the others need `roundtrip_layer`.
+    """
+    batch, _, tokens, _ = k.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
+    inputs = LayerInputs(None, None, k if q is None else q, None, k, v, positions, jnp.ones((batch, tokens), bool), None)
+    return roundtrip_layer(spec, inputs)

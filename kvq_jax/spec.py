@@ -1,0 +1,208 @@
+"""The spec of a cache and its one-line grammar.
+
+    SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
+    METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
+    values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
+
+`sink`, `recent`, `block` and `skip_layers` belong to the cache; in a single METHOD they stand among its options. `parse(str(spec)) == spec`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.layer import LayerPlan
+from kvq_jax.method import Method, PerLayer
+from kvq_jax.methods.dense import Dense
+from kvq_jax.regions import Regions
+from kvq_jax.registry import METHODS
+
+CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """What a cache is: the methods of both sides and the windows. Frozen and hashable, so it is a static argument of a jitted function.
+
+    sink, recent, block: tokens. skip_layers: layers kept exact. Build it with `parse`.
+    """
+
+    k: Method
+    v: Method
+    sink: int
+    recent: int
+    block: int
+    skip_layers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        default = _defaults(self.k, self.v)
+        cache = [f"{o}={getattr(self, o)}" for o in ("sink", "recent", "block") if getattr(self, o) != getattr(default, o)]
+        if self.skip_layers:
+            cache.append(f"skip_layers={_write_layers(self.skip_layers)}")
+        k, v = _method_text(self.k), _method_text(self.v)
+        if self.k == self.v:
+            separator = "," if ":" in k else ":"
+            return k + separator + ",".join(cache) if cache else k
+        return f"k={k}+v={v}" + (f"+cache:{','.join(cache)}" if cache else "")
+
+    def regions(self, capacity: int) -> Regions:
+        return Regions(self.sink, self.recent, self.block, capacity)
+
+    def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
+        """The plan of one layer: resolved codecs and regions. ValueError where the options do not fit the model."""
+        k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
+        k_codec, v_codec = k.codec("k", index, dims, self.block, dtype), v.codec("v", index, dims, self.block, dtype)
+        return LayerPlan(k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim)
+
+
+def _defaults(k: Method, v: Method) -> CacheSpec:
+    a, b = k.windows(), v.windows()
+    return CacheSpec(k, v, max(a.sink, b.sink), max(a.recent, b.recent), math.lcm(a.block, b.block))
+
+
+def parse(text: str | CacheSpec) -> CacheSpec:
+    """The spec that a text describes. ValueError, in one line, names what is unknown and lists what is allowed."""
+    if isinstance(text, CacheSpec):
+        return text
+    parts = text.strip().split("+")
+    if len(parts) == 1:
+        name, options = _split(parts[0])
+        cache = {key: options.pop(key) for key in CACHE_OPTIONS if key in options}
+        k = v = _method(name, options)
+    else:
+        k, v, cache = _mixed(parts, text)
+    return _with_cache_options(_defaults(k, v), cache)
+
+
+def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]:
+    sides: dict[str, str] = {}
+    for part in parts:
+        head = "cache:" if part.startswith("cache:") else part[:2]
+        if head not in ("k=", "v=", "cache:") or head in sides:
+            raise ValueError(f"cache {text!r}: a mixed cache is written k=METHOD+v=METHOD[+cache:sink=..,recent=..]")
+        sides[head] = part.removeprefix(head)
+    if "k=" not in sides or "v=" not in sides:
+        raise ValueError(f"cache {text!r}: name both sides, k=METHOD+v=METHOD")
+    methods = []
+    for side in ("k=", "v="):
+        name, options = _split(sides[side])
+        misplaced = [o for o in CACHE_OPTIONS if o in options]
+        if misplaced:
+            raise ValueError(f"cache {text!r}: {misplaced[0]} belongs to the cache; write +cache:{misplaced[0]}={options[misplaced[0]]}")
+        methods.append(_method(name, options))
+    cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
+    unknown = [o for o in cache if o not in CACHE_OPTIONS]
+    if unknown:
+        raise ValueError(f"unknown cache option {unknown[0]!r}; options: {', '.join(CACHE_OPTIONS)}")
+    return methods[0], methods[1], cache
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    name, _, rest = text.strip().partition(":")
+    options: dict[str, str] = {}
+    for item in rest.split(",") if rest else []:
+        key, equals, value = item.partition("=")
+        if not equals or not value:
+            raise ValueError(f"cache {text!r}: {item!r} is not option=value")
+        if key.strip() in options:
+            raise ValueError(f"cache {text!r}: option {key.strip()!r} is given twice")
+        options[key.strip()] = value.strip()
+    return name.strip(), options
+
+
+def _method(name: str, options: dict[str, str]) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
+    kind = METHODS[name]
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    values = {}
+    for key, text in options.items():
+        if key not in fields:
+            allowed = ", ".join((*fields, *CACHE_OPTIONS))
+            raise ValueError(f"unknown option {key!r} of {name}; options: {allowed}")
+        values[key] = _value(f"{name}:{key}", text, fields[key])
+    return kind(**values)
+
+
+def _value(where: str, text: str, field: dataclasses.Field) -> Any:
+    choices = field.metadata["choices"]
+    try:
+        value = _read_per_layer(text) if field.metadata["per_layer"] else _read(text, type(field.default))
+    except ValueError:
+        expected = " | ".join(map(str, choices)) or type(field.default).__name__
+        raise ValueError(f"{where}={text} cannot be read; expected {expected}") from None
+    found = value.values() if isinstance(value, PerLayer) else (value,)
+    if choices and any(v not in choices for v in found):
+        raise ValueError(f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}")
+    if not choices and isinstance(value, int) and value < 0:
+        raise ValueError(f"{where}={text} must not be negative")
+    return value
+
+
+def _read(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    return kind(text)
+
+
+def _read_per_layer(text: str) -> int | PerLayer:
+    *ranges, last = text.split("/")
+    if not ranges:
+        return int(last)
+    found = []
+    for item in ranges:
+        value, at, layers = item.partition("@")
+        if not at:
+            raise ValueError(text)
+        first, _, final = layers.partition("-")
+        found.append((int(value), int(first), int(final or first)))
+    return PerLayer(tuple(found), int(last))
+
+
+def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
+    changes: dict[str, Any] = {}
+    for key, text in options.items():
+        try:
+            changes[key] = _read_layers(text) if key == "skip_layers" else int(text)
+        except ValueError:
+            expected = "layers such as 0-2/31" if key == "skip_layers" else "a number of tokens"
+            raise ValueError(f"{key}={text} cannot be read; expected {expected}") from None
+        if key != "skip_layers" and changes[key] < (key == "block"):
+            raise ValueError(f"{key}={text} is too small: sink and recent are at least 0, block at least 1")
+    return dataclasses.replace(spec, **changes)
+
+
+def _read_layers(text: str) -> tuple[int, ...]:
+    layers: set[int] = set()
+    for item in text.split("/"):
+        first, _, last = item.partition("-")
+        layers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
+
+
+def _write_layers(layers: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "/".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _method_text(method: Method) -> str:
+    shown = [f for f in dataclasses.fields(method) if getattr(method, f.name) != f.default]
+    options = ",".join(f"{f.name}={_value_text(getattr(method, f.name))}" for f in shown)
+    return f"{method.name}:{options}" if options else method.name
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, PerLayer):
+        ranges = [f"{v}@{a}" if a == b else f"{v}@{a}-{b}" for v, a, b in value.ranges]
+        return "/".join((*ranges, str(value.default)))
+    return str(value).lower() if isinstance(value, bool) else str(value)

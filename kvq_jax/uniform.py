@@ -1,0 +1,95 @@
+"""Uniform quantizers of one group: asymmetric, symmetric, and InnerQ's hybrid of both.
+
+All three return unsigned codes u with  x ~ u * scale + zero,  so that reading a cache needs one rule:
+
+    asymmetric(b)   zero = min,  scale = (max - min) / (2^b - 1),  u in 0 .. 2^b - 1                                     (KIVI, section 3)
+    symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),  u in 0 .. 2m: b bits and a sign         (InnerQ, equations 3-4)
+    hybrid(b)       per group, whichever of the two has the smaller L1 error; ties go to asymmetric                      (InnerQ, section 4.1.2)
+
+Statistics use finite entries only. +-inf is coded as the group's finite extreme and nan as its level nearest zero. A constant group decodes to its value.
+Codes are computed against the scale and zero *as stored*, so rounding these to 16 bits costs no extra error inside the range. Entries beyond half the
+stored dtype's range (32752 for float16) saturate. Rounding is half to even.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+
+class GroupCodes(NamedTuple):
+    """Codes of groups laid along `axis`, with scale and zero of size 1 there. `zero` is None for symmetric: it is -(2^b - 1) * scale."""
+
+    codes: UInt8[Array, "..."]
+    scale: Float[Array, "..."]
+    zero: Float[Array, "..."] | None
+
+
+def finite_range(x: Float[Array, "..."], axis: int, limit: float) -> tuple[Array, Array, Array]:
+    """(x without non-finite entries, minimum, maximum) over the finite entries of each group; a group with none counts as zeros."""
+    finite = jnp.isfinite(x)
+    x = jnp.clip(x, -limit, limit)
+    low = jnp.min(jnp.where(finite, x, jnp.inf), axis, keepdims=True)
+    high = jnp.max(jnp.where(finite, x, -jnp.inf), axis, keepdims=True)
+    low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
+    return jnp.clip(jnp.where(jnp.isnan(x), 0, x), low, high), low, high
+
+
+def _levels(x: Array, scale: Array, zero: Array, top: int) -> Array:
+    safe = jnp.where(scale == 0, 1, scale).astype(jnp.float32)
+    return jnp.round(jnp.clip((x - zero.astype(jnp.float32)) / safe, 0, top))
+
+
+def _code_dtype(top: int) -> DTypeLike:
+    return jnp.uint8 if top < 256 else jnp.uint16
+
+
+def saturation_limit(dtype: DTypeLike) -> float:
+    """Largest magnitude that is coded without saturating: a group's range must fit the stored dtype."""
+    return float(jnp.finfo(dtype).max) / 2
+
+
+def asymmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
+    """Asymmetric codes of x (fp32), grouped along `axis`; scale and zero are stored as `dtype`."""
+    top = 2**bits - 1
+    x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
+    scale, zero = ((high - low) / top).astype(dtype), low.astype(dtype)
+    return GroupCodes(_levels(x, scale, zero, top).astype(_code_dtype(top)), scale, zero)
+
+
+def symmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
+    """Symmetric codes of x (fp32): b-bit magnitudes with a sign, in offset binary 0 .. 2 * (2^b - 1)."""
+    reach = 2**bits - 1
+    x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
+    scale = (jnp.maximum(-low, high) / reach).astype(dtype)
+    codes = _levels(x, scale, -reach * scale.astype(jnp.float32), 2 * reach)
+    # a group of zeros has scale 0: any code decodes to 0, the middle one is the canonical choice
+    codes = jnp.where(scale == 0, reach, codes)
+    return GroupCodes(codes.astype(_code_dtype(2 * reach)), scale, None)
+
+
+def hybrid(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
+    """Per group the better of symmetric(b) and asymmetric(b) by L1 error. A symmetric group stores zero = -m * scale, so one rule decodes both."""
+    reach = 2**bits - 1
+    asym, sym = asymmetric(x, bits, axis, dtype), with_stored_zero(symmetric(x, bits, axis, dtype), bits)
+    clean, _, _ = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
+    asym_error, sym_error = (jnp.sum(jnp.abs(dequantize(g) - clean), axis, keepdims=True) for g in (asym, sym))
+    choose_sym = asym_error > sym_error
+    widened = asym._replace(codes=asym.codes.astype(_code_dtype(2 * reach)))
+    return jax.tree.map(lambda s, a: jnp.where(choose_sym, s, a), sym, widened)
+
+
+def with_stored_zero(group: GroupCodes, bits: int) -> GroupCodes:
+    """A symmetric group with its implied zero written out (rounded once to the stored dtype; at most 2^-12 of max|x| in float16)."""
+    zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(group.scale.dtype)
+    return group._replace(zero=zero)
+
+
+def dequantize(group: GroupCodes) -> Float[Array, "..."]:
+    """u * scale + zero in fp32, for groups that store their zero."""
+    assert group.zero is not None
+    return group.codes.astype(jnp.float32) * group.scale.astype(jnp.float32) + group.zero.astype(jnp.float32)

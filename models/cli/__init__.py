@@ -1,0 +1,1 @@
+"""The `kvq` command line. One module for each command; `main` holds the table of them."""

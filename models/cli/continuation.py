@@ -1,0 +1,36 @@
+"""Turning generated tokens into text while they come.
+
+A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are decoded, prompt included, and only
+what later tokens cannot change is shown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character
+
+
+class Continuation:
+    """The text after a prompt. Without a tokenizer, the token ids themselves, separated by spaces."""
+
+    def __init__(self, tokenizer: Any, prompt: list[int]):
+        self._tokenizer, self._prompt, self._shown = tokenizer, prompt, 0
+        self._before = "" if tokenizer is None else self._decode(prompt)
+
+    def text(self, ids: list[int]) -> str:
+        """The text of the tokens `ids` after the prompt."""
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        whole = self._decode([*self._prompt, *ids])
+        return whole.removeprefix(self._before) if whole.startswith(self._before) else self._decode(ids)
+
+    def push(self, ids: list[int], *, last: bool = False) -> str:
+        """What can be shown now and was not before; `ids` are all tokens so far. An unfinished character is held back until the last call."""
+        text = self.text(ids)
+        stable = text if last else text.rstrip(UNFINISHED)
+        new, self._shown = stable[self._shown :], max(self._shown, len(stable))
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

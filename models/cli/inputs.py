@@ -1,0 +1,129 @@
+"""What several commands take from their user: a model, caches, a prompt. Everything is checked before any weight is read."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import re
+from pathlib import Path
+from typing import Any
+
+import kvq_jax as kvq
+from models import checkpoint
+from models.cli.console import UserError, input_errors
+from models.config import LlamaConfig
+
+EMBEDDED = "embedded"
+DTYPES = ("float32", "bfloat16")
+
+MODEL_HELP = "a local Hugging Face directory, a Hub id (organisation/name), or the word 'embedded' for the model that ships with kvq"
+CACHE_GRAMMAR = """\
+SPEC, what stands after --cache:
+  METHOD                                   one method for keys and values
+  k=METHOD+v=METHOD[+cache:OPTIONS]        one for each; sink, recent, block and skip_layers belong to the cache
+  METHOD is NAME[:OPTION=VALUE,...]; lists of layers are 0-2/31, values that differ by layer 4@0-2/2 (4 in layers 0 to 2, else 2)
+  examples: dense   kivi:bits=2   innerq:bits=2,mode=hybrid   kivi:bits=4@0-1/2,recent=128,skip_layers=0
+            k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  kvq methods lists all names and options."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+
+
+def cache_spec(text: str) -> kvq.CacheSpec:
+    """The type of --cache."""
+    try:
+        return kvq.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def positive(text: str) -> int:
+    """The type of counts: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def byte_size(text: str) -> int:
+    """The type of sizes: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes")
+    unit = (match[2] or "").lower()
+    power = " kmgt".index(unit[0]) if unit else 0
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+
+
+def token_ids(text: str) -> list[int]:
+    """The type of --prompt-ids: 1,2,3."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from None
+
+
+def locate(model: str) -> str:
+    """MODEL as `load_llama` takes it: the word `embedded` becomes the path of the model that ships with the package."""
+    if model != EMBEDDED:
+        return model
+    path = importlib.resources.files("models") / EMBEDDED
+    if not (path / "config.json").is_file():
+        raise UserError("the embedded model is missing in this installation; name a model directory")
+    return str(path)
+
+
+def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
+    """The model's configuration, after checking that every cache fits it."""
+    with input_errors():
+        config = checkpoint.read_config(locate(model))
+        for spec in specs:
+            kvq.layout(spec, config, 1, 1)
+    return config
+
+
+def read_text(path: str) -> str:
+    with input_errors():
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer alone, or None where the checkpoint has none."""
+    with input_errors():
+        files = checkpoint.CONFIG_FILES + checkpoint.TOKENIZER_FILES + checkpoint.TOKENIZER_EXTRAS
+        return checkpoint._load_tokenizer(checkpoint._directory(locate(model), files))
+
+
+def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
+    """Token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
+    if not chat:
+        return list(tokenizer(text).input_ids)
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("--chat: this tokenizer has no chat template; leave --chat out")
+    try:
+        from jinja2 import TemplateError  # imported late: only --chat needs it
+    except ImportError as error:
+        raise UserError("--chat needs jinja2; pip install jinja2") from error
+    try:
+        turn = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UserError(f"--chat: the tokenizer's chat template fails: {error}") from error
+    return list(tokenizer(turn, add_special_tokens=False).input_ids)
+
+
+def check_tokens(ids: list[int], config: LlamaConfig) -> None:
+    if not ids:
+        raise UserError("the prompt is empty; give at least one token")
+    outside = [i for i in ids if not 0 <= i < config.vocab_size]
+    if outside:
+        raise UserError(f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

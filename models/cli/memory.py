@@ -1,0 +1,136 @@
+"""`kvq memory`: how large a cache will be, from config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_jax.cache import Cache
+from kvq_jax.group_codec import GroupCodec
+from models.cli import inputs
+from models.cli.console import format_bytes, print_json, print_table, progress
+from models.config import LlamaConfig
+
+MASK_BITS = 1  # of a hybrid group in the paper's layout: which quantizer it took
+SLOT_BITS = 32  # of a hybrid group in the paper's layout: 32 signs, or an fp32 zero
+SCALE_BITS = 16
+
+DESCRIPTION = """\
+Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose cache fits a given memory.
+Reads config.json only: no weights are loaded or downloaded. The budget is for the cache alone; weights come on top."""
+
+EPILOG = f"""\
+example:
+  kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 --context 131072 --batch 1 --budget 24GiB
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, action="append", required=True, help="a cache; may be given several times")
+    parser.add_argument(
+        "--context", metavar="S", type=inputs.positive, help="capacity in tokens of each sequence (default: the model's max_position_embeddings)"
+    )
+    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
+    parser.add_argument("--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB")
+    parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of exact rows, the model's (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> None:
+    config = inputs.read_config(options.model, *options.cache)
+    context = options.context or config.max_position_embeddings
+    with progress("counting"):
+        measured = [measure(spec, config, options.batch, context, options.dtype, options.budget) for spec in options.cache]
+    result = {
+        "model": options.model,
+        "context": context,
+        "batch": options.batch,
+        "dtype": options.dtype,
+        "budget_bytes": options.budget,
+        "max_position_embeddings": config.max_position_embeddings,
+        "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
+        "caches": measured,
+    }
+    print_json(result) if options.json else _print(result)
+
+
+def measure(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, dtype: str, budget: int | None = None) -> dict[str, Any]:
+    """The numbers of one cache, all counted from its layout."""
+    layout = kvq.layout(spec, config, batch, context, dtype)
+    size = kvq.nbytes(layout)
+    return {
+        "cache": str(spec),
+        "bytes": size,
+        "ratio": kvq.dense_nbytes(config, batch, context) / size,
+        "bits_per_element": kvq.bits_per_element(spec, config, context, dtype),
+        "body_bits_per_element": kvq.body_bits_per_element(spec, config),
+        "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
+        "paper_layout_bytes": paper_layout_bytes(layout),
+        "largest_context": None if budget is None else largest_context(spec, config, batch, dtype, budget),
+    }
+
+
+def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
+    """The largest capacity whose cache takes at most `budget` bytes; 0 where not even one token fits. A cache never shrinks when its capacity grows."""
+
+    def fits(capacity: int) -> bool:
+        return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def paper_layout_bytes(cache: Cache) -> int | None:
+    """Bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
+
+    A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode. Everything else as stored.
+    """
+    hybrid = list(_hybrid_bodies(cache))
+    if not hybrid:
+        return None
+    ours = theirs = 0
+    for codec, body, tokens in hybrid:
+        elements = cache.batch * cache.dims.num_key_value_heads * tokens * codec.format.channels
+        groups = elements // codec.format.group_size
+        ours += kvq.nbytes(body)
+        theirs += -(-(elements * codec.format.bits + groups * (SLOT_BITS + SCALE_BITS + MASK_BITS)) // 8)
+    return kvq.nbytes(cache) - ours + theirs
+
+
+def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupCodec, Any, int]]:
+    """(codec, body, tokens of the body's capacity) of each side and layer with hybrid groups."""
+    for plan, layer in zip(cache.plans, cache.layers, strict=True):
+        for codec, body in zip(plan.codecs, layer.body, strict=True):
+            if isinstance(codec, GroupCodec) and codec.format.scheme == "hybrid":
+                yield codec, body, plan.regions.body_capacity
+
+
+def _print(result: dict[str, Any]) -> None:
+    title = f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16 {format_bytes(result['bf16_bytes'])}"
+    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows"]
+    if result["budget_bytes"] is not None:
+        columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
+    rows = []
+    for c in result["caches"]:
+        numbers = [c["bytes"], format_bytes(c["bytes"]), f"{c['ratio']:.2f}", f"{c['bits_per_element']:.3f}", f"{c['body_bits_per_element']:.3f}"]
+        rows.append([c["cache"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
+    print_table(title, columns, rows, numeric=columns[1:])
+    parts = [(c["cache"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"])) for c in result["caches"] for p in c["components"] if p["bytes"]]
+    print_table("components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size"))
+    for c in result["caches"]:
+        if c["paper_layout_bytes"] is not None:
+            print(f"{c['cache']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the InnerQ paper's layout")
+    if result["budget_bytes"] is not None:
+        print(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")

@@ -1,0 +1,65 @@
+"""Drawing the next token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. Static and hashable. The default is greedy.
+
+    temperature: 0 takes the most probable token; otherwise logits are divided by it. Then, in this order, only these tokens stay: the `top_k` most probable
+    (0: all); the fewest whose probabilities add up to `top_p`; those at least `min_p` times as probable as the best.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def check(self) -> None:
+        """ValueError, in one line, where a value is out of range."""
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be in [0, 1]")
+
+
+def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Logits divided by the temperature, -inf for the tokens that top_k, top_p and min_p exclude. The best token always stays."""
+    logits = logits / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if sampling.top_p < 1:
+        order = jnp.sort(logits, axis=-1, descending=True)
+        probability = jax.nn.softmax(order, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        least = jnp.min(jnp.where(before < sampling.top_p, order, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if sampling.min_p:
+        best = jnp.max(logits, axis=-1, keepdims=True)
+        logits = jnp.where(logits >= best + jnp.log(sampling.min_p), logits, -jnp.inf)
+    return logits
+
+
+def sample(logits: Float[Array, "B V"], sampling: Sampling, key: Array, step: Int[Array, ""]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """(token [B] int32, its log-probability [B] under the unfiltered softmax). Row b at step s draws with its own key, so a seed fixes the text."""
+    if sampling.temperature == 0:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        rows = jnp.arange(logits.shape[0])
+        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
+        token = jax.vmap(jax.random.categorical)(keys, filter_logits(logits, sampling))
+    token = token.astype(jnp.int32)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]

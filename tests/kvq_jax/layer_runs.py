@@ -1,0 +1,175 @@
+"""What the tests of caches share: sequences, compiled layer functions, and comparisons that name what differs.
+
+Lengths vary inside one compiled function: every batch is ragged, and holds the lengths at which something happens. All padding is NaN, in every test: it may never
+enter a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.attention import reference, streaming
+from kvq_jax.cache import CacheDims
+from kvq_jax.layer import LayerPlan, LayerState, append_layer, decode_layer, prefill_layer
+from kvq_jax.rope import rotate
+
+DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128)
+CAPACITY = 90
+STEP = 8  # tokens of one decode call
+# Compiles five times faster; the programs run for milliseconds. Only tests of memory use XLA's defaults.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+def with_small_chunks(function: Callable) -> Callable:
+    """`function`, traced so that short sequences already take several chunks of every loop."""
+
+    @functools.wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.multiple(streaming, BODY_CHUNK=32, EXACT_CHUNK=48, QUERY_CHUNK=40):
+            return function(*args, **kwargs)
+
+    return traced
+
+
+def quick_jit(function: Callable, **options: Any) -> Callable:
+    return jax.jit(with_small_chunks(function), compiler_options=QUICK_COMPILE, **options)
+
+
+def _reference(plan: LayerPlan, params: Any, state: LayerState, lengths: jax.Array, inputs: kvq.LayerInputs, seen: jax.Array) -> jax.Array:
+    """The definition of attention over a layer of `lengths` tokens, for queries that see `seen` [B, T, S]."""
+    k, v = reference.decode_vectors(plan, params, state, lengths, inputs.rope)
+    return reference.attend(inputs.q_rot, k, v, seen)
+
+
+prefill = quick_jit(prefill_layer, static_argnums=0)
+decode = quick_jit(decode_layer, static_argnums=0)
+append = quick_jit(append_layer, static_argnums=0, static_argnames="prefill")
+attend_reference = quick_jit(_reference, static_argnums=0)
+decode_rows = quick_jit(reference.decode_rows, static_argnums=0)
+decode_vectors = quick_jit(reference.decode_vectors, static_argnums=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """B sequences of S tokens of one layer, as NumPy arrays: q [B, N, S, H]; k_pre, k_rot, v [B, K, S, H]."""
+
+    q: np.ndarray
+    k_pre: np.ndarray
+    k_rot: np.ndarray
+    v: np.ndarray
+    rope: kvq.Rope
+
+    def window(self, start: np.ndarray, stop: np.ndarray, tokens: int, padding: float = np.nan) -> kvq.LayerInputs:
+        """Tokens start[b] .. min(start[b] + tokens, stop[b]) of every row, right-padded to `tokens`."""
+        positions = start[:, None] + np.arange(tokens)
+        valid = positions < stop[:, None]
+        index = np.minimum(positions, self.v.shape[2] - 1)[:, None, :, None]
+
+        def cut(rows: np.ndarray) -> jax.Array:
+            return jnp.asarray(np.where(valid[:, None, :, None], np.take_along_axis(rows, index, 2), np.asarray(padding, rows.dtype)))
+
+        q, k_pre, k_rot, v = map(cut, (self.q, self.k_pre, self.k_rot, self.v))
+        return kvq.LayerInputs(None, q, q, k_pre, k_rot, v, jnp.asarray(positions, jnp.int32), jnp.asarray(valid), self.rope)
+
+    def rows(self, index: list[int]) -> Sequences:
+        return dataclasses.replace(self, **{f: getattr(self, f)[index] for f in ("q", "k_pre", "k_rot", "v")})
+
+
+@functools.cache
+def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, seed: int = 0, dtype: str = "float32") -> Sequences:
+    """Random sequences with a few large key channels. The first 5 tokens have the largest keys: so a prompt's channel norms do not depend on where it ends."""
+    rng = np.random.default_rng(seed)
+    h = dims.head_dim
+    q = rng.normal(size=(batch, dims.num_attention_heads, capacity, h))
+    k, v = (rng.normal(size=(batch, dims.num_key_value_heads, capacity, h)) for _ in range(2))
+    k[..., :: h // 4] *= 3
+    rope = kvq.Rope(jnp.asarray(100.0 ** (-np.arange(h // 2) / (h // 2)), jnp.float32), jnp.ones((), jnp.float32))
+    positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
+    k_rot = np.array(rotate(jnp.asarray(k, jnp.float32), positions, rope))
+    k_rot[:, :, :5] = np.sign(k_rot[:, :, :5]) * np.abs(k_rot).max(axis=2, keepdims=True)
+    q, k, k_rot, v = (np.asarray(a, np.float32).astype(jnp.dtype(dtype)) for a in (q, k, k_rot, v))
+    return Sequences(q, k, k_rot, v, rope)
+
+
+def empty(spec: str, batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, dtype: str = "float32") -> tuple[LayerPlan, LayerState]:
+    cache = kvq.init_cache(spec, dims, batch, capacity, dtype)
+    return cache.plans[0], cache.layers[0]
+
+
+def boundary_lengths(plan: LayerPlan) -> np.ndarray:
+    """The eight lengths of a ragged batch at which a region starts, fills or ages."""
+    r = plan.regions
+    return np.array([0, 1, r.block - 1, r.block, r.block + 1, r.sink + r.recent + r.block, r.capacity - 1, r.capacity], np.int32)
+
+
+def run(
+    plan: LayerPlan, state: LayerState, tokens: Sequences, prompt: np.ndarray, stop: np.ndarray, step: int = STEP, padding: float = np.nan
+) -> tuple[np.ndarray, LayerState]:
+    """Prefills `prompt` tokens of each row and decodes up to `stop`: (outputs [B, N, S, H], NaN where no token was decoded; the state)."""
+    capacity = plan.regions.capacity
+    outputs = np.full((*tokens.q.shape[:2], capacity + step, tokens.q.shape[3]), np.nan, np.float32)
+    if prompt.max() > 0:
+        _, state, _ = prefill(plan, (), state, tokens.window(np.zeros_like(prompt), prompt, capacity, padding), ())
+    at = np.array(prompt)
+    while (at < stop).any():
+        out, state, _ = decode(plan, (), state, tokens.window(at, stop, step, padding), ())
+        for b in range(len(at)):
+            new = min(step, max(stop[b] - at[b], 0))
+            outputs[b, :, at[b] : at[b] + new] = np.asarray(out, np.float32)[b, :, :new]
+        at = np.minimum(at + step, np.maximum(stop, at))
+    return outputs[:, :, :capacity], state
+
+
+def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """The entries of a state that stand for a token, by name; the others are zeroed."""
+    regions = plan.regions
+    found = {}
+    for side, codec in zip((0, 1), plan.codecs, strict=True):
+        name = "kv"[side]
+        held = np.asarray(regions.ring_positions(jnp.asarray(lengths)))
+        aged = np.array([regions.body(int(n)) for n in lengths])
+        in_ring = (held >= regions.sink) & (held >= regions.sink + aged[:, None])
+        in_sink = np.arange(regions.sink_slots)[None] < lengths[:, None]
+        found[f"ring.{name}"] = np.where(in_ring[:, None, :, None], np.asarray(state.ring[side]), 0)
+        found[f"sink.{name}"] = np.where(in_sink[:, None, :, None], np.asarray(state.sink[side]), 0)
+        leaves = jax.tree_util.tree_leaves_with_path(codec.body(1, 1, regions.block))
+        for (path, leaf), array in zip(leaves, jax.tree.leaves(state.body[side]), strict=True):
+            entries = aged // regions.block * leaf.shape[leaf.token_axis]
+            shape = [-1 if axis == leaf.token_axis else 1 for axis in range(array.ndim)]
+            inside = np.arange(array.shape[leaf.token_axis]).reshape(shape) < entries.reshape(-1, *[1] * (array.ndim - 1))
+            found[f"body.{name}{jax.tree_util.keystr(path)}"] = np.where(inside, np.asarray(array), 0)
+        for i, stat in enumerate(jax.tree.leaves(state.stats[side])):
+            found[f"stats.{name}.{i}"] = np.asarray(stat)
+    return found
+
+
+def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
+    """What is not bitwise equal between two `live` states, with the row where it first differs."""
+    assert first.keys() == second.keys()
+    found = []
+    for name, one in first.items():
+        unequal = np.argwhere(one.view(np.uint8) != second[name].view(np.uint8)) if one.size else []
+        if len(unequal):
+            found.append(f"{name} differs in {len(unequal)} bytes, first in row {unequal[0][0]}")
+    return found
+
+
+def row_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Relative error of each last-axis row; what is not finite counts as infinitely wrong."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    error = np.linalg.norm(actual - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
+    return np.where(np.isfinite(error), error, np.inf)
+
+
+def agrees(actual: np.ndarray, expected: np.ndarray, tolerance: float, rows: np.ndarray) -> bool:
+    """The one check of streaming outputs: every chosen row [B, N, T] of the last axis within `tolerance`."""
+    return bool((row_errors(actual, expected)[rows] <= tolerance).all())

@@ -1,0 +1,156 @@
+"""The laws of a cache layer, over the whole table of methods: what a token's cached form may depend on, and what it may not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.kvq_jax.layer_runs import (
+    STEP,
+    append,
+    boundary_lengths,
+    decode,
+    decode_rows,
+    differences,
+    empty,
+    live,
+    prefill,
+    row_errors,
+    run,
+    sequences,
+)
+from tests.methods_table import MethodCase, cases
+
+
+def prompts_of(lengths: np.ndarray) -> np.ndarray:
+    """Half of every row, and enough that its prompt statistics are those of the whole (see `sequences`)."""
+    return np.maximum(lengths // 2, np.minimum(lengths, 5)).astype(np.int32)
+
+
+@cases()
+def test_prefill_then_decode_equals_longer_prefill(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), boundary_lengths(plan)
+    _, whole = run(plan, state, tokens, lengths, lengths)
+    _, split = run(plan, state, tokens, prompts_of(lengths), lengths)
+    first, second = live(plan, whole, lengths), live(plan, split, lengths)
+    if not case.same_codes_in_decode:
+        first, second = ({k: v for k, v in d.items() if not k.startswith("body")} for d in (first, second))
+    assert not differences(first, second)
+    changed = dataclasses.replace(tokens, v=tokens.v + (np.arange(tokens.v.shape[2]) == 20)[:, None].astype(np.float32))
+    _, other = run(plan, state, changed, lengths, lengths)
+    found = differences(live(plan, whole, lengths), live(plan, other, lengths))
+    assert found, "a changed value row goes unnoticed"
+    assert not any(".k" in name for name in found), f"a changed value row changed keys: {found}"
+
+
+@cases()
+def test_a_step_of_many_tokens_equals_single_steps(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), boundary_lengths(plan)
+    start = np.maximum(lengths - 2 * STEP - 3, 0).astype(np.int32)  # the last call is not full
+    many, after_many = run(plan, state, tokens, start, lengths)
+    single, after_single = run(plan, state, tokens, start, lengths, step=1)
+    assert not differences(live(plan, after_many, lengths), live(plan, after_single, lengths))
+    decoded = np.isfinite(single[:, 0, :, 0])
+    assert decoded.sum() == (lengths - start).sum(), "an output is not finite"
+    errors = row_errors(many, single).max(axis=1)[decoded]
+    assert errors.max() <= 1e-5, f"worst relative error {errors.max():.1e}"
+
+
+@cases()
+def test_a_row_has_the_same_codes_and_outputs_whatever_the_other_rows_hold(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), boundary_lengths(plan)
+    mine = np.arange(8) % 2 == 0
+    others = {f: np.where(mine[:, None, None, None], getattr(tokens, f), 1e4 * getattr(tokens, f)) for f in ("q", "k_pre", "k_rot", "v")}
+    crowd = dataclasses.replace(tokens, **others)
+    crowd_lengths = np.where(mine, lengths, lengths[::-1]).astype(np.int32)
+    prompts, crowd_prompts = prompts_of(lengths), prompts_of(crowd_lengths)
+    out, ours = run(plan, state, tokens, prompts, lengths)
+    crowd_out, theirs = run(plan, state, crowd, crowd_prompts, crowd_lengths)
+    one, other = (
+        {name: a[mine] for name, a in live(plan, s, n).items()} for s, n in ((ours, lengths), (theirs, crowd_lengths))
+    )
+    assert not differences(one, other)
+    np.testing.assert_array_equal(out[mine], crowd_out[mine])
+
+
+@cases("kivi2", "innerq2")
+def test_a_prompt_has_the_same_codes_in_a_batch_of_one(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), boundary_lengths(plan)
+    _, batch = run(plan, state, tokens, lengths, lengths)
+    for row in (4, 7):
+        single, one = empty(case.spec, batch=1)
+        _, alone = run(single, one, tokens.rows([row]), lengths[[row]], lengths[[row]])
+        in_batch = {name: a[[row]] for name, a in live(plan, batch, lengths).items()}
+        assert not differences(in_batch, live(single, alone, lengths[[row]])), f"{row=}"
+
+
+@cases()
+def test_padding_never_enters(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), boundary_lengths(plan)
+    runs = [run(plan, state, tokens, prompts_of(lengths), lengths, padding=p) for p in (0.0, np.nan, 3e38)]
+    for out, after in runs[1:]:
+        assert not differences(live(plan, runs[0][1], lengths), live(plan, after, lengths))
+        np.testing.assert_array_equal(out, runs[0][0])
+
+
+@cases()
+def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), boundary_lengths(plan)
+    regions = plan.regions
+    _, after = run(plan, state, tokens, prompts_of(lengths), lengths)
+    found = decode_rows(plan, (), after, jnp.asarray(lengths))
+    for side, codec in enumerate(plan.codecs):
+        given = np.asarray(codec.rows((), tokens.window(np.zeros(8, np.int32), lengths, regions.capacity, 0.0)))
+        for b, n in enumerate(lengths):
+            body = max(0, n - regions.sink - regions.recent) // regions.block * regions.block
+            exact = np.r_[: min(n, regions.sink), min(n, regions.sink + body) : n]
+            np.testing.assert_array_equal(np.asarray(found[side])[b][:, exact], given[b][:, exact], err_msg=f"{side=} length={n}")
+            assert n - regions.sink - body < regions.recent + regions.block or not body
+            coded = np.asarray(found[side])[b][:, regions.sink : regions.sink + body]
+            error = np.linalg.norm(coded - given[b][:, regions.sink : regions.sink + body])
+            assert error <= 0.75 * np.linalg.norm(given[b][:, regions.sink : regions.sink + body]), f"{side=} length={n}: not these rows"
+
+
+@cases()
+def test_a_full_row_writes_nothing(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
+    _, before = run(plan, state, tokens, full, full)
+    _, after, _ = decode(plan, (), before, tokens.window(full, full, STEP), ())
+    for path, old, new in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True
+    ):
+        np.testing.assert_array_equal(old, new, err_msg=jax.tree_util.keystr(path[0]))
+
+
+@cases("innerq2", "innerq3_sym", "mixed")
+def test_statistics_come_from_the_prompt_alone(case: MethodCase):
+    plan, state = empty(case.spec)
+    tokens, lengths = sequences(), np.full(8, 40, np.int32)
+    _, after, _ = prefill(plan, (), state, tokens.window(np.zeros(8, np.int32), lengths, plan.regions.capacity), ())
+    sink = plan.regions.sink
+    largest = np.abs(tokens.k_rot[:, :, sink:40]).max(axis=2, keepdims=True)
+    np.testing.assert_allclose(after.stats[0], np.sqrt(largest), rtol=1e-6)
+    _, later = run(plan, after, tokens, np.zeros(8, np.int32), np.zeros(8, np.int32))
+    later, _ = append(plan, (), later, tokens.window(lengths, lengths + 30, STEP), prefill=False), None
+    np.testing.assert_array_equal(after.stats[0], later.stats[0])
+
+
+@cases("innerq2", "mixed")
+def test_codes_are_equal_when_given_the_same_statistics(case: MethodCase):
+    plan, state = empty(case.spec)
+    given = jax.tree.map(lambda s: jnp.full(s.shape, 1.75, s.dtype), state.stats)
+    state = dataclasses.replace(state, stats=given)
+    tokens, lengths, zero = sequences(seed=3), np.full(8, plan.regions.capacity, np.int32), np.zeros(8, np.int32)
+    whole = append(plan, (), state, tokens.window(zero, lengths, plan.regions.capacity), prefill=True)
+    _, steps = run(plan, state, tokens, zero, lengths)
+    assert not differences(live(plan, whole, lengths), live(plan, steps, lengths))

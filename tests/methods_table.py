@@ -1,0 +1,45 @@
+"""The one table of methods that drives every property test: a new method, or a new mode of one, is a new row here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodCase:
+    """A spec and what was measured for it.
+
+    spec: windows are small, so that a short sequence fills all three regions.
+    body_bits: stored bits of one body element at 2 KV heads of 64 channels (`kvq.body_bits_per_element`). Exact.
+    attention_error: relative error of attention through this cache against attention over exact rows (test_method_error.py). A pin, not a goal: a change of the
+    numbers in either direction is a change of the method.
+    same_codes_in_decode: False where a method codes generated tokens differently from prompt tokens on purpose.
+    """
+
+    id: str
+    spec: str
+    body_bits: float
+    attention_error: float
+    same_codes_in_decode: bool = True
+
+
+METHOD_CASES = (
+    MethodCase("dense", "dense:sink=2,recent=5,block=8", 32.0, 0.0),
+    MethodCase("kivi2", "kivi:sink=0,recent=12,block=16", 0.0, 0.0),
+    MethodCase("kivi4_group8", "kivi:bits=4,group_size=8,sink=3,recent=5,block=8", 0.0, 0.0),
+    MethodCase("kivi3_k8_pre_rope", "kivi:bits=3,k_bits=8,pre_rope=true,scale_dtype=float32,sink=0,recent=0,block=16", 0.0, 0.0),
+    MethodCase("innerq2", "innerq:sink=4,recent=8,block=16", 0.0, 0.0),
+    MethodCase("innerq3_sym", "innerq:bits=3,mode=sym,sink=0,recent=8,block=16", 0.0, 0.0),
+    MethodCase("innerq2_asym_plain", "innerq:mode=asym,normalize=false,scale_dtype=bfloat16,sink=4,recent=3,block=8", 0.0, 0.0),
+    MethodCase("innerq2_hybrid_prefill", "innerq:mode=hybrid_prefill,sink=4,recent=8,block=16", 0.0, 0.0, same_codes_in_decode=False),
+    MethodCase("mixed", "k=innerq:bits=4,group_size=8+v=kivi:bits=2+cache:sink=1,recent=8,block=16", 0.0, 0.0),
+    MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 0.0, 0.0),
+)
+
+
+def cases(*ids: str) -> pytest.MarkDecorator:
+    """Parametrizes a test over the whole table, or over the rows named."""
+    chosen = [case for case in METHOD_CASES if not ids or case.id in ids]
+    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.id)
