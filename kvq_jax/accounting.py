@@ -26,13 +26,15 @@ def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike 
 
 
 def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16") -> float:
-    """Stored bits of a whole cache (windows, scales, padding and statistics included) divided by the 2 * L * K * S * H elements it stands for."""
+    """Stored bits of a whole cache (windows, scales, padding and statistics included) divided by the 2 * L * K * S * H elements it stands
+    for."""
     elements = dense_nbytes(config, 1, capacity, "uint8")
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
 
 
 def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Stored bits of one body element, averaged over layers and sides: what papers call average bits, windows left out. Counted from one block's arrays."""
+    """Stored bits of one body element, averaged over layers and sides: what papers call average bits, windows left out. Counted from one
+    block's arrays."""
     cache = layout(spec, config, 1, 1)
     bits = elements = 0
     for plan in cache.plans:
@@ -57,7 +59,8 @@ class Component:
 
 
 def components(cache: Cache) -> tuple[Component, ...]:
-    """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt statistics. Their sum is `nbytes(cache)`."""
+    """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt
+    statistics. Their sum is `nbytes(cache)`."""
     totals: dict[tuple[str, str], int] = {}
     for layer in cache.layers:
         for field in dataclasses.fields(layer):

@@ -26,10 +26,10 @@ from kvq_jax.layer import LayerPlan, LayerState, take_tokens
 def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...] = ()) -> Cache:
     """Shortens every row to at most lengths[b] tokens: its newest tokens are forgotten. Rows that are not longer stay as they are.
 
-    The ageing rule body(n) holds afterwards: body tokens that now belong to the window are decoded into it, so they keep the value attention saw, and may be coded once more
-    when they age again. Nothing else changes; a row trimmed to no tokens is as new. Only the blocks that can come back are decoded.
+    The ageing rule body(n) holds afterwards: body tokens that now belong to the window are decoded into it. So they keep the value that
+    attention saw, and are coded once more if they age again. Only blocks that can come back are decoded. A row trimmed to nothing is new.
 
-    parameters: for each layer what `prepare` made for the method, `()` for methods without any. Raises ValueError where `lengths` is not [B].
+    parameters: for each layer the method's parameters, `()` for methods without any. Raises ValueError where `lengths` is not [B].
     """
     kept = jnp.asarray(lengths, jnp.int32)
     if kept.shape != (cache.batch,):
@@ -56,14 +56,20 @@ def select_rows(cache: Cache, index: Int[ArrayLike, " rows"]) -> Cache:
 
 
 def repeat_rows(cache: Cache, repeats: int) -> Cache:
-    """Every row `repeats` times, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact. Raises ValueError for repeats < 1."""
+    """Every row `repeats` times, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact.
+
+    Raises ValueError for repeats < 1.
+    """
     if repeats < 1:
         raise ValueError(f"{repeats=} must be at least 1")
     return select_rows(cache, np.repeat(np.arange(cache.batch), repeats))
 
 
 def merge_rows(first: Cache, second: Cache) -> Cache:
-    """The rows of `first`, then those of `second`. Exact. ValueError names the field in which the caches differ: spec, dims, capacity or dtype."""
+    """The rows of `first`, then those of `second`. Exact.
+
+    ValueError names the field in which the caches differ: spec, dims, capacity or dtype.
+    """
     for field in ("spec", "dims", "capacity", "dtype"):
         one, other = getattr(first, field), getattr(second, field)
         if one != other:

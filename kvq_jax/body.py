@@ -1,8 +1,8 @@
 """The arrays of a cache's body: how they are described, stored, read in chunks and written block by block.
 
-A codec describes its body as a tree of `Leaf`; the state holds arrays of the same tree. bfloat16 is stored as the uint16 that holds its bits: XLA's CPU backend
-widens a bfloat16 slice by converting the whole array to float32, each step; integers it moves as they are (docs/decisions.md). Everything here
-takes and returns values in the leaf's own dtype, but for `stored` trees as the state holds them.
+A codec describes its body as a tree of `Leaf`; the state holds arrays of the same tree. bfloat16 is stored as the uint16 that holds its
+bits: XLA's CPU backend widens a bfloat16 slice by converting the whole array to float32, each step; integers it moves as they are
+(docs/decisions.md). Everything here takes and returns values in the leaf's own dtype, but for `stored` trees as the state holds them.
 """
 
 from __future__ import annotations

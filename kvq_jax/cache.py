@@ -2,14 +2,15 @@
 
     cache = init_cache(parse("kivi:bits=2"), config, batch=1, capacity=4096)
 
-Every leaf has a leading batch axis and its own buffer, so a cache can be donated, carried by a scan, and its rows selected. Constructors validate nothing
-(tree transformations rebuild them with other leaves); `init_cache` does.
+Every leaf has a leading batch axis and its own buffer, so a cache can be donated, carried by a scan, and its rows selected. Constructors
+validate nothing (tree transformations rebuild them with other leaves); `init_cache` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ class CacheDims:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """layers: one LayerState for each layer; lengths [B] int32: live tokens of each row. spec, dims, capacity and dtype (of exact rows) are static."""
+    """layers: one LayerState for each layer; lengths [B] int32: live tokens of each row. spec, dims, capacity and dtype (of exact rows)
+    are static."""
 
     layers: tuple[LayerState, ...]
     lengths: LengthsB
@@ -76,7 +78,8 @@ def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, 
     """The ShapeDtypeStructs of `init_cache(...)`: allocates nothing."""
     spec, dims, name = _checked(spec, config, batch, capacity, dtype)
     layers = tuple(plan.layout(batch, name) for plan in plans(spec, dims, capacity, name))
-    return Cache(layers, jax.ShapeDtypeStruct((batch,), jnp.int32), spec, dims, capacity, name)  # type: ignore[arg-type]  # a tree of structs
+    lengths: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return Cache(layers, lengths, spec, dims, capacity, name)
 
 
 def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike) -> tuple[CacheSpec, CacheDims, str]:

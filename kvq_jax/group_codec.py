@@ -1,7 +1,7 @@
 """The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero.
 
-What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. How a chunk meets the query follows
-the grouped axis, not the side:
+What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. How a chunk
+meets the query follows the grouped axis, not the side:
 
     grouped over channels:  q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)              a scale meets a partial sum
     grouped over tokens:    p . v = sum over token groups of scale * (p_g . code_g) + zero * sum(p_g)

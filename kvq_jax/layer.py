@@ -2,8 +2,8 @@
 
 Every method shares this file; what differs between methods is in their codecs. The functions are pure: state in, state out.
 
-`carry` is a value that flows through the layers of one forward pass. It is `()` for methods whose layers are independent, which are all those whose layers this
-file serves; a cross-layer method brings its own plan with the same functions.
+`carry` is a value that flows through the layers of one forward pass. It is `()` for methods whose layers are independent, which are all
+those whose layers this file serves; a cross-layer method brings its own plan with the same functions.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class LayerPlan:
 def prefill_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree) -> tuple[QueryBNTH, LayerState, Tree]:
     """Attention of prompt tokens, and the state with them added.
 
-    Attention is exact inside the prompt and over the windows; what was in the body before is read quantized. Rows of the batch that were empty
-    get their prompt statistics here.
+    Attention is exact inside the prompt and over the windows; what was in the body before is read quantized. Rows of the batch that were
+    empty get their prompt statistics here.
     """
     params = params or ((), ())
     state = _with_statistics(plan, params, state, inputs)
@@ -87,7 +87,8 @@ def prefill_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: Laye
 
 
 def decode_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it was at its turn."""
+    """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
+    was at its turn."""
     params = params or ((), ())
     after = append_layer(plan, params, state, inputs, prefill=False)
     limits = plan.regions.body(inputs.positions + 1)
@@ -95,7 +96,8 @@ def decode_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: Layer
 
 
 def append_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, *, prefill: bool) -> LayerState:
-    """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the body."""
+    """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
+    body."""
     regions = plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
@@ -152,6 +154,7 @@ def _age(
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))
 
-    # In a decode step only every block-th token ages anything, and the branch returns one block: a branch that returned the body would copy it.
+    # In a decode step only every block-th token ages anything, and the branch returns one block: a branch that returned the body would
+    # copy it.
     coded = encode() if tokens > block else lax.cond(jnp.any(leaving > 0), encode, nothing)
     return store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving)

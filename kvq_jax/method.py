@@ -1,7 +1,7 @@
 """A method: a frozen, hashable set of options that makes a codec for each side of each layer.
 
-A method is a frozen dataclass whose fields are its options, each declared with `option(...)`. The spec grammar, `kvq methods` and error messages all read these
-declarations; nothing else describes an option.
+A method is a frozen dataclass whose fields are its options, each declared with `option(...)`. The spec grammar, `kvq methods` and error
+messages all read these declarations; nothing else describes an option.
 """
 
 from __future__ import annotations

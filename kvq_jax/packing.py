@@ -1,15 +1,17 @@
 """Codes of 2, 3, 4 or 8 bits packed into int16 words as channel planes.
 
-A row of H channels is cut into c = H/W chunks of W neighbouring channels. The W words of a *tile* hold, in bit field i, the codes of one whole chunk: so
-unpacking a field of a tile is one shift and one mask, and the result (a *plane*) has the tile's shape. Where one token does not fill whole words, n tokens share
-a row of words. In every span of P tokens, word row r holds tokens r, P/n + r, 2P/n + r, ...: slot a of row r is token a * P/n + r, so each slot of a
-span is a run of neighbouring tokens.
+A row of H channels is cut into c = H/W chunks of W neighbouring channels. The W words of a *tile* hold, in bit field i, the codes of one
+whole chunk: so unpacking a field of a tile is one shift and one mask, and the result (a *plane*) has the tile's shape. Where one token
+does not fill whole words, n tokens share a row of words. In every span of P tokens, word row r holds tokens r, P/n + r, 2P/n + r, ...:
+slot a of row r is token a * P/n + r, so each slot of a span is a run of neighbouring tokens.
 
-A row of words is m tiles wide, m = n * c * bits / 16. Field i of tile j holds slot and chunk number i * m + j, counted slot-major (number = slot * c + chunk).
-So field i of the whole row, m * W words, is one run of neighbouring channels: wide planes for a CPU, W-wide tiles for a GPU.
+A row of words is m tiles wide, m = n * c * bits / 16. Field i of tile j holds slot and chunk number i * m + j, counted slot-major (number
+= slot * c + chunk). So field i of the whole row, m * W words, is one run of neighbouring channels: wide planes for a CPU, W-wide tiles for
+a GPU.
 
-Codes whose width is not a power of two are split into plane sets, low bits first: 3 = 2 + 1, 5 = 4 + 1, 9 = 8 + 1. Exact: unpack(pack(codes)) == codes.
-Head dims that are not a multiple of 16 are padded with zero codes up to one, and the padding is stored (and counted).
+Codes whose width is not a power of two are split into plane sets, low bits first: 3 = 2 + 1, 5 = 4 + 1, 9 = 8 + 1. Exact:
+unpack(pack(codes)) == codes. Head dims that are not a multiple of 16 are padded with zero codes up to one, and the padding is stored (and
+counted).
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ class PlaneLayout:
 def plane_layout(bits: int, channels: int, block: int) -> PlaneLayout:
     """The layout for H channels and blocks of `block` tokens.
 
-    W is 32 where 32-channel chunks fill whole words by themselves, else 16. n is the smallest number of tokens whose fields fill whole words of the thinnest plane
-    set; where n does not divide the span, tokens are padded with empty chunks instead, and n is the largest divisor of the span that helps.
+    W is 32 where 32-channel chunks fill whole words by themselves, else 16. n is the smallest number of tokens whose fields fill whole
+    words of the thinnest plane set; where n does not divide the span, tokens are padded with empty chunks instead, and n is the largest
+    divisor of the span that helps.
     """
     sets = plane_sets(bits)
     fields = WORD_BITS // sets[-1]
@@ -102,14 +105,30 @@ def unpack(words: Words, layout: PlaneLayout) -> Int[Array, "*batch tokens chann
     n, c, width, span = layout.slots, layout.chunks, layout.plane, layout.span
     fields, low_bit = jnp.zeros((), jnp.uint16), 0
     for set_bits, word in zip(layout.sets, words, strict=True):
-        bits = lax.bitcast_convert_type(word, jnp.uint16)
-        mask = np.uint16((1 << set_bits) - 1)
-        planes = [(bits >> np.uint16(set_bits * i)) & mask for i in range(WORD_BITS // set_bits)]
-        part = jnp.concatenate(planes, axis=-1) << np.uint16(low_bit)
-        fields = part if low_bit == 0 else fields | part
+        count = WORD_BITS // set_bits
+        # a multiplication moves a field to the top of its word, one shift brings it down: no mask
+        to_top = np.repeat(1 << np.arange(WORD_BITS - set_bits, -1, -set_bits), word.shape[-1]).astype(np.uint16)
+        repeated = lax.bitcast_convert_type(_repeat_rows(word, count), jnp.uint16)
+        part = (repeated * jnp.broadcast_to(to_top, repeated.shape)) >> np.uint16(WORD_BITS - set_bits)
+        fields = part if low_bit == 0 else fields | (part << np.uint16(low_bit))
         low_bit += set_bits
     if n == 1:
         return fields[..., : layout.channels]
     slotted = fields.reshape(*batch, rows * n // span, span // n, n, c * width)
     tokens = jnp.swapaxes(slotted, -3, -2).reshape(*batch, rows * n, c * width)
     return tokens[..., : layout.channels]
+
+
+def _repeat_rows(word: Int16[Array, "*batch rows words"], count: int) -> Int16[Array, "*batch rows fields"]:
+    """Every row of words `count` times in a row: one entry for each field.
+
+    Written as a concatenation because XLA's CPU backend keeps one apart, so that the unpacking of a field becomes one long vectorized
+    loop; rows too short for that (under 256 bytes) are joined with their neighbours first (docs/decisions.md).
+    """
+    *batch, rows, width = word.shape
+    joined = 1
+    while joined * width * count < 128 and rows % (2 * joined) == 0:
+        joined *= 2
+    wide = word.reshape(*batch, rows // joined, joined * width)
+    pieces = [wide[..., i * width : (i + 1) * width] for i in range(joined) for _ in range(count)]
+    return jnp.concatenate(pieces, axis=-1).reshape(*batch, rows, count * width)

@@ -2,8 +2,8 @@
 
     x[b, k, t, h]  ~  code[b, k, t, h] * scale[group] + zero[group]
 
-A group is `group_size` neighbouring channels of one token (grouped over "channels": InnerQ keys, KIVI values) or `group_size` neighbouring tokens of one
-channel (grouped over "tokens": KIVI keys, InnerQ values).
+A group is `group_size` neighbouring channels of one token (grouped over "channels": InnerQ keys, KIVI values) or `group_size` neighbouring
+tokens of one channel (grouped over "tokens": KIVI keys, InnerQ values).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class GroupFormat:
 class Quantized:
     """x ~ code * scale + zero.
 
-    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K, H/group, S] where grouped over channels, [B, K, S/group, H] where
-    grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
+    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K, H/group, S] where grouped over channels, [B, K,
+    S/group, H] where grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
     """
 
     words: Words
@@ -84,7 +84,8 @@ def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> Quantize
 
 
 def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> Quantized:
-    """Quantizes rows [B, K, T, H], T a multiple of the block. `scheme` may name the scheme of these rows where a hybrid body takes symmetric ones."""
+    """Quantizes rows [B, K, T, H], T a multiple of the block. `scheme` may name the scheme of these rows where a hybrid body takes
+    symmetric ones."""
     scheme = scheme or format.scheme
     b, k, t, h = rows.shape
     if format.axis == "channels":

@@ -4,7 +4,8 @@
     y_{i+H/2} = a * (x_{i+H/2} * cos(p w_i) + x_i * sin(p w_i))
 
 with p the token's position, w the inverse frequencies [H/2] and a the attention factor (1 but for yarn).
-Angles, sines and products are fp32; the result has the dtype of the rows. Source: Su et al., RoFormer, section 3.4.2, in the pairing of Hugging Face's Llama.
+Angles, sines and products are fp32; the result has the dtype of the rows. Source: Su et al., RoFormer, section 3.4.2, in the pairing of
+Hugging Face's Llama.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters
     tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths
 
-A file is data from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises. Every failure is a `ValueError` of one line.
+A file is data from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fingerprint(tree: Tree) -> str:
 def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint: str = "", parameters_fingerprint: str = "") -> None:
     """Writes a cache, bit for bit. The file appears complete or not at all.
 
-    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters it was coded with; `load_cache` compares them.
+    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters it was coded with.
     """
     header = {
         "format": FORMAT,
@@ -92,8 +92,8 @@ def load_cache(
 ) -> Cache:
     """Reads a cache that `save_cache` wrote, bit for bit. What is given must agree with the file; None is not compared.
 
-    ValueError names what differs (spec, dims, capacity, dtype, a fingerprint), or the tensor that is missing, unknown, or of another shape or dtype than the header
-    promises, or says that the file cannot be read. FileNotFoundError where there is none.
+    ValueError, in one line, names what differs (spec, dims, capacity, dtype, a fingerprint), or the tensor that is missing, unknown, or of
+    another shape or dtype than the header promises, or says that the file cannot be read. FileNotFoundError where there is none.
     """
     path = pathlib.Path(path)
     if not path.is_file():

@@ -4,7 +4,8 @@
     METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
     values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
 
-`sink`, `recent`, `block` and `skip_layers` belong to the cache; in a single METHOD they stand among its options. `parse(str(spec)) == spec`.
+`sink`, `recent`, `block` and `skip_layers` belong to the cache; in a single METHOD they stand among its options. `parse(str(spec)) ==
+spec`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def parse(text: str | CacheSpec) -> CacheSpec:
     if isinstance(text, CacheSpec):
         return text
     parts = text.strip().split("+")
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0][:2] not in ("k=", "v="):
         name, options = _split(parts[0])
         cache = {key: options.pop(key) for key in CACHE_OPTIONS if key in options}
         k = v = _method(name, options)

@@ -2,13 +2,13 @@
 
 All three return unsigned codes u with  x ~ u * scale + zero,  so that reading a cache needs one rule:
 
-    asymmetric(b)   zero = min,  scale = (max - min) / (2^b - 1),  u in 0 .. 2^b - 1                                     (KIVI, section 3)
-    symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),  u in 0 .. 2m: b bits and a sign         (InnerQ, equations 3-4)
-    hybrid(b)       per group, whichever of the two has the smaller L1 error; ties go to asymmetric                      (InnerQ, section 4.1.2)
+    asymmetric(b)   zero = min,  scale = (max - min) / (2^b - 1),  u in 0 .. 2^b - 1                        (KIVI, section 3)
+    symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),  u in 0 .. 2m: b bits and a sign  (InnerQ, 4.1.1)
+    hybrid(b)       per group, whichever of the two has the smaller L1 error; ties go to asymmetric         (InnerQ, 4.1.2)
 
-Statistics use finite entries only. +-inf is coded as the group's finite extreme and nan as its level nearest zero. A constant group decodes to its value.
-Codes are computed against the scale and zero *as stored*, so rounding these to 16 bits costs no extra error inside the range. Entries beyond half the
-stored dtype's range (32752 for float16) saturate. Rounding is half to even.
+Statistics use finite entries only. +-inf is coded as the group's finite extreme and nan as its level nearest zero. A constant group
+decodes to its value. Codes are computed against the scale and zero *as stored*, so rounding these to 16 bits costs no extra error inside
+the range. Entries beyond half the stored dtype's range (32752 for float16) saturate. Rounding is half to even.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def symmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = j
 
 
 def hybrid(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
-    """Per group the better of symmetric(b) and asymmetric(b) by L1 error. A symmetric group stores zero = -m * scale, so one rule decodes both."""
+    """Per group the better of symmetric(b) and asymmetric(b) by L1 error. A symmetric group stores zero = -m * scale, so one rule decodes
+    both."""
     reach = 2**bits - 1
     asym, sym = asymmetric(x, bits, axis, dtype), with_stored_zero(symmetric(x, bits, axis, dtype), bits)
     clean, _, _ = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
@@ -84,7 +85,7 @@ def hybrid(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.
 
 
 def with_stored_zero(group: GroupCodes, bits: int) -> GroupCodes:
-    """A symmetric group with its implied zero written out (rounded once to the stored dtype; at most 2^-12 of max|x| in float16)."""
+    """A symmetric group with its implied zero written out (rounded once to the stored dtype; at most 2^-11 of max|x| in float16)."""
     zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(group.scale.dtype)
     return group._replace(zero=zero)
 

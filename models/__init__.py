@@ -1,7 +1,9 @@
 """Llama-family models that decode through a quantized cache.
 
-    from models import load_llama, prepare, prefill, decode_step, generate, score
+from models import load_llama, prepare, prefill, decode_step, generate, score
 """
+
+from pathlib import Path
 
 from models.checkpoint import load_llama, save_llama
 from models.config import LlamaConfig
@@ -11,7 +13,10 @@ from models.llama import Llama, forward
 from models.prepare import prepare
 from models.sampling import Sampling
 
+EMBEDDED = Path(__file__).parent / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
+
 __all__ = [
+    "EMBEDDED",
     "Generated",
     "Llama",
     "LlamaConfig",

@@ -60,18 +60,18 @@ def load_llama(path_or_hub_id: str | os.PathLike[str], *, dtype: DTypeLike = "bf
     """
     if jnp.dtype(dtype).name not in MODEL_DTYPES:
         raise ValueError(f"dtype={jnp.dtype(dtype).name!r} is not supported; supported: {', '.join(MODEL_DTYPES)}")
-    directory = _directory(path_or_hub_id, CONFIG_FILES + WEIGHT_FILES + TOKENIZER_FILES + TOKENIZER_EXTRAS)
+    directory = checkpoint_directory(path_or_hub_id, CONFIG_FILES + WEIGHT_FILES + TOKENIZER_FILES + TOKENIZER_EXTRAS)
     config = _read_config(directory)
-    stored = _read_headers(_weight_files(directory))
+    stored = read_headers(weight_files(directory))
     config = _untie_if_stored_apart(config, stored)
     abstract = abstract_llama(config, dtype)
     _check_tensors(conversion.weights(abstract), stored, tied=config.tie_word_embeddings)
-    return _read_weights(abstract, stored), _load_tokenizer(directory)
+    return _read_weights(abstract, stored), load_tokenizer(directory)
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
     """The configuration alone, without touching (or downloading) weights. Raises as `load_llama`."""
-    return _read_config(_directory(path_or_hub_id, CONFIG_FILES))
+    return _read_config(checkpoint_directory(path_or_hub_id, CONFIG_FILES))
 
 
 def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
@@ -106,7 +106,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 # --- files --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _directory(path_or_hub_id: str | os.PathLike[str], patterns: tuple[str, ...]) -> Path:
+def checkpoint_directory(path_or_hub_id: str | os.PathLike[str], patterns: tuple[str, ...]) -> Path:
     """The local directory, or the local snapshot of the files of a Hub checkpoint that match `patterns`."""
     path = Path(path_or_hub_id)
     if path.is_dir():
@@ -130,13 +130,14 @@ def _directory(path_or_hub_id: str | os.PathLike[str], patterns: tuple[str, ...]
 
 def _read_config(directory: Path) -> LlamaConfig:
     """config.json, with the end-of-sequence tokens of generation_config.json where it has them: those are what generation stops at."""
-    config = LlamaConfig.from_hf(_read_json(directory / "config.json"))
+    config = LlamaConfig.from_hf(read_json(directory / "config.json"))
     generation_file = directory / "generation_config.json"
-    eos_token_ids = token_ids(_read_json(generation_file), "eos_token_id") if generation_file.exists() else ()
+    eos_token_ids = token_ids(read_json(generation_file), "eos_token_id") if generation_file.exists() else ()
     return dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; CheckpointError where there is none."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing in {str(path.parent)!r}")
     try:
@@ -148,7 +149,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """model.safetensors, or the shards that the index lists, or every *.safetensors."""
     if (directory / "model.safetensors").exists():
         return [directory / "model.safetensors"]
@@ -164,7 +165,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed_files(index_file: Path) -> list[Path]:
-    weight_map = _read_json(index_file).get("weight_map")
+    weight_map = read_json(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{str(index_file)!r} has no weight_map")
     names = sorted({str(name) for name in weight_map.values()})
@@ -176,7 +177,7 @@ def _indexed_files(index_file: Path) -> list[Path]:
     return [index_file.parent / name for name in names]
 
 
-def _read_headers(files: list[Path]) -> dict[str, _Stored]:
+def read_headers(files: list[Path]) -> dict[str, _Stored]:
     """What every file says that it holds. A truncated file fails here: the header's offsets must cover the file exactly."""
     stored: dict[str, _Stored] = {}
     for file in files:
@@ -210,7 +211,7 @@ def _untie_if_stored_apart(config: LlamaConfig, stored: Mapping[str, _Stored]) -
     pair = [stored.get(conversion.EMBED_NAME), stored.get(conversion.HEAD_NAME)]
     if not config.tie_word_embeddings or None in pair:
         return config
-    embed, head = (_read_tensor(stored, name) for name in (conversion.EMBED_NAME, conversion.HEAD_NAME))
+    embed, head = (read_tensor(stored, name) for name in (conversion.EMBED_NAME, conversion.HEAD_NAME))
     return config if np.array_equal(embed, head) else dataclasses.replace(config, tie_word_embeddings=False)
 
 
@@ -240,11 +241,11 @@ def _read_weights(abstract: Llama, stored: Mapping[str, _Stored]) -> Llama:
     values: dict[str, jax.Array] = {}
     expected = conversion.weights(abstract).items()
     for path, weight in tqdm(expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None):
-        values[path] = _placed(_read_tensor(stored, weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
+        values[path] = _placed(read_tensor(stored, weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
     return conversion.replace_weights(abstract, values)
 
 
-def _read_tensor(stored: Mapping[str, _Stored], name: str) -> np.ndarray:
+def read_tensor(stored: Mapping[str, _Stored], name: str) -> np.ndarray:
     """A host copy of one tensor. Its file is opened for it alone, because the pages of an open mapping stay in memory."""
     with _opened(stored[name].file) as tensors:
         return tensors.get_tensor(name)
@@ -256,7 +257,8 @@ def _placed(tensor: np.ndarray, *, transpose: bool, dtype: DTypeLike) -> jax.Arr
     return (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path) -> Any:
+    """The directory's tokenizer, or None where it has none."""
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer  # imported late: seconds

@@ -1,7 +1,7 @@
 """Running a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`), log-probabilities out (`score`).
 
-All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused: go on with the cache they
-return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
+All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
+go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ def prefill(
 ) -> tuple[Float[Array, "..."], Cache]:
     """Adds prompts to a cache. Returns (logits, cache): fp32 [B, V] after the last token of each row, or [B, T, V] for "all".
 
-    tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that the cache held
-    before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given cache's buffers are consumed.
+    tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that
+    the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given
+    cache's buffers are consumed.
 
-    One layer's keys and values for the whole prompt exist at a time. Raises ValueError where tokens do not fit the vocabulary or the capacity.
+    One layer's keys and values for the whole prompt exist at a time. Raises ValueError where tokens do not fit the vocabulary or the
+    capacity.
     """
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
-    return _prefill(llama, cache, tokens, lengths, logits == "all")
+    return prefill_program(llama, cache, tokens, lengths, logits == "all")
 
 
 @functools.partial(jax.jit, static_argnames="all_logits", donate_argnames="cache")
-def _prefill(llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool) -> tuple[Array, Cache]:
-    valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
+def prefill_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool) -> tuple[Array, Cache]:
+    """The compiled part of `prefill`, for callers that compile ahead of time."""
+    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     hidden, cache = _advance(llama, cache, tokens, valid, prefill_layer)
     if all_logits:
         return llama.logits(hidden), cache
@@ -67,7 +70,7 @@ def decode_step(
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
     """
     tokens = token if token.ndim == 2 else token[:, None]
-    valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1]) < cache.capacity
+    valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None] < cache.capacity
     if active is not None:
         valid &= active[:, None]
     hidden, cache = _advance(llama, cache, tokens, valid, decode_layer)
@@ -76,17 +79,19 @@ def decode_step(
 
 
 def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Float[Array, "B T"], Cache]:
-    """(log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a time would give it.
+    """(log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a time
+    would give it.
 
-    The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V] logits are never materialized. Same arguments, errors
-    and consumption of the cache as `prefill`.
+    The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V] logits are never materialized. Same
+    arguments, errors and consumption of the cache as `prefill`.
     """
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
-    return _score(llama, cache, tokens, lengths)
+    return score_program(llama, cache, tokens, lengths)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _score(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+    """The compiled part of `score`."""
     batch, length = tokens.shape
     chunk = min(SCORE_CHUNK, length)
     steps = -(-length // chunk)
@@ -95,7 +100,7 @@ def _score(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[A
     def step(cache: Cache, i: Array) -> tuple[Cache, Array]:
         at = i * chunk
         now, following = (lax.dynamic_slice_in_dim(padded, at + shift, chunk, axis=1) for shift in (0, 1))
-        index = at + jnp.arange(chunk)
+        index = at + jnp.arange(chunk)[None]
         hidden, cache = _advance(llama, cache, now, index < lengths[:, None], decode_layer)
         logprobs = jax.nn.log_softmax(llama.logits(hidden), axis=-1)
         found = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
@@ -106,9 +111,11 @@ def _score(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[A
     return jnp.pad(following, ((0, 0), (1, 0)))[:, :length], cache
 
 
-def _advance(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], layer_step: Callable) -> tuple[HiddenBTD, Cache]:
+def _advance(
+    llama: Llama, cache: Cache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], layer_step: Callable
+) -> tuple[HiddenBTD, Cache]:
     """Runs all layers over new tokens. `layer_step` is `prefill_layer` or `decode_layer`."""
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     rope = rope_for(llama.config, cache.capacity)
     hidden = llama.embed_tokens(tokens)
     parameters = llama.cache_parameters or ((),) * len(llama.layers)
@@ -141,9 +148,11 @@ def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N
 
 
 def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
-    """tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the capacity.
+    """tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
+    capacity.
 
-    `new_tokens` are those that will be generated after them. Traced values cannot be looked at: inside a caller's jit only shapes are checked.
+    `new_tokens` are those that will be generated after them. Traced values cannot be looked at: inside a caller's jit only shapes are
+    checked.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:

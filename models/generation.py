@@ -24,8 +24,8 @@ STREAM_STEPS = 8  # tokens between two looks at a stream
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """tokens [B, max_new_tokens] int32, of which the first lengths [B] count (the end-of-sequence token included; 0 after it); logprobs like tokens, fp32,
-    under the model's unfiltered softmax. cache holds the prompt and every token that counts, ready for the next turn.
+    """tokens [B, max_new_tokens] int32, of which the first lengths [B] count (the end-of-sequence token included; 0 after it); logprobs
+    like tokens, fp32, under the model's unfiltered softmax. cache holds the prompt and every token that counts, ready for the next turn.
     """
 
     tokens: Int[Array, "B new"]
@@ -36,7 +36,7 @@ class Generated:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Progress:
+class Progress:
     """The loop's state: next logits, what was generated so far, which rows have ended."""
 
     cache: Cache
@@ -59,13 +59,15 @@ def generate(
     eos_ids: tuple[int, ...] = (),
     key: Array | None = None,
 ) -> Generated:
-    """Continues prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met one of `eos_ids`.
+    """Continues prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
+    one of `eos_ids`.
 
-    Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and new tokens exceed the
-    capacity, a prompt is empty, or a token is not in the vocabulary. The given cache's buffers are consumed; go on with `.cache`.
+    Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and
+    new tokens exceed the capacity, a prompt is empty, or a token is not in the vocabulary. The given cache's buffers are consumed; go on
+    with `.cache`.
     """
-    progress = _start(llama, cache, tokens, lengths, max_new_tokens, sampling)
-    progress = _run(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids))
+    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling)
+    progress = advance(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids))
     return Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
 
 
@@ -84,11 +86,11 @@ def generate_stream(
 
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
-    progress = _start(llama, cache, tokens, lengths, max_new_tokens, sampling)
+    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling)
     until = 0
     while until < max_new_tokens and not bool(jnp.all(progress.ended)):
         until = min(until + STREAM_STEPS, max_new_tokens)
-        progress = _run(llama, progress, _key(key), jnp.int32(until), sampling, tuple(eos_ids))
+        progress = advance(llama, progress, _key(key), jnp.int32(until), sampling, tuple(eos_ids))
         yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
 
 
@@ -96,7 +98,8 @@ def _key(key: Array | None) -> Array:
     return jax.random.key(0) if key is None else key
 
 
-def _start(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, max_new_tokens: int, sampling: Sampling) -> _Progress:
+def start(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, max_new_tokens: int, sampling: Sampling) -> Progress:
+    """Checks a request, adds its prompts to the cache, and sets out. Errors as `generate`."""
     sampling.check()
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
@@ -105,7 +108,7 @@ def _start(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | N
         raise ValueError(f"row {int(lengths.argmin())} has an empty prompt; give at least one token")
     logits, cache = prefill(llama, cache, tokens, lengths)
     batch = cache.batch
-    return _Progress(
+    return Progress(
         cache,
         logits,
         jnp.zeros((batch, max_new_tokens), jnp.int32),
@@ -117,16 +120,18 @@ def _start(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | N
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "eos_ids"), donate_argnames="progress")
-def _run(llama: Llama, progress: _Progress, key: Array, until: Int[Array, ""], sampling: Sampling, eos_ids: tuple[int, ...]) -> _Progress:
-    def go_on(p: _Progress) -> Array:
+def advance(llama: Llama, progress: Progress, key: Array, until: Int[Array, ""], sampling: Sampling, eos_ids: tuple[int, ...]) -> Progress:
+    """Generates until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
+
+    def go_on(p: Progress) -> Array:
         return (p.step < until) & ~jnp.all(p.ended)
 
-    def one(p: _Progress) -> _Progress:
+    def one(p: Progress) -> Progress:
         active = ~p.ended
         token, logprob = sample(p.logits, sampling, key, p.step)
         token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
         logits, cache = decode_step(llama, p.cache, token, active)
-        return _Progress(
+        return Progress(
             cache,
             logits,
             lax.dynamic_update_slice_in_dim(p.tokens, token[:, None], p.step, axis=1),

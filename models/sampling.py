@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 class Sampling:
     """How a token is drawn. Static and hashable. The default is greedy.
 
-    temperature: 0 takes the most probable token; otherwise logits are divided by it. Then, in this order, only these tokens stay: the `top_k` most probable
-    (0: all); the fewest whose probabilities add up to `top_p`; those at least `min_p` times as probable as the best.
+    temperature: 0 takes the most probable token; otherwise logits are divided by it. Then, in this order, only these tokens stay: the
+    `top_k` most probable (0: all); the fewest whose probabilities add up to `top_p`; those at least `min_p` times as probable as the best.
     """
 
     temperature: float = 0.0
@@ -52,8 +52,11 @@ def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
     return logits
 
 
-def sample(logits: Float[Array, "B V"], sampling: Sampling, key: Array, step: Int[Array, ""]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """(token [B] int32, its log-probability [B] under the unfiltered softmax). Row b at step s draws with its own key, so a seed fixes the text."""
+def sample(
+    logits: Float[Array, "B V"], sampling: Sampling, key: Array, step: Int[Array, ""]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """(token [B] int32, its log-probability [B] under the unfiltered softmax). Row b at step s draws with its own key, so a seed fixes the
+    text."""
     if sampling.temperature == 0:
         token = jnp.argmax(logits, axis=-1)
     else:

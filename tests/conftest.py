@@ -1,9 +1,16 @@
-"""Settings of every test: JAX in its strict modes, property tests that draw the same examples each time."""
+"""Settings of every test: JAX in its strict modes, quick compilation, property tests that draw the same examples each time."""
 
 from __future__ import annotations
 
+import os
+
 import hypothesis
 import jax
+
+from tests.compile_options import QUICK_FLAGS
+
+# XLA reads this at the first compilation
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}".strip()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,7 +1,7 @@
 """Online softmax: attention over parts of the token axis, merged exactly.
 
-A part is (m, l, o): m the largest score, l = sum exp(s - m), o = sum exp(s - m) v, all fp32. Source: Milakov and Gimelshein, Online normalizer calculation for
-softmax; Dao et al., FlashAttention.
+A part is (m, l, o): m the largest score, l = sum exp(s - m), o = sum exp(s - m) v, all fp32. Source: Milakov and Gimelshein, Online
+normalizer calculation for softmax; Dao et al., FlashAttention.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
 
-The body is never decoded as a whole: one chunk of it is read, used and forgotten, and the loop's trip count follows the live length, not the capacity.
-Works for every codec, on every backend, for T >= 1 queries.
+The body is never decoded as a whole: one chunk of it is read, used and forgotten, and the loop's trip count follows the live length, not
+the capacity. Works for every codec, on every backend, for T >= 1 queries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kvq_jax.rope import Rope
 if TYPE_CHECKING:
     from kvq_jax.layer import LayerPlan, LayerState
 
-BODY_CHUNK = 512  # tokens; measured in docs/decisions.md
+BODY_CHUNK = 512  # body tokens read in one step, at most
+BODY_CHUNK_ELEMENTS = 1 << 18  # their fp32 rows, K or V of the whole batch: 1 MiB stays in a CPU core's cache (docs/decisions.md)
 EXACT_CHUNK = 1024  # exact rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
@@ -35,7 +36,7 @@ def attend(
 
     windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows.
     body: the bodies to read. limits [B, T]: how many body tokens each query sees; positions from sink + limit on come from exact
-    rows. Queries at padding get zeros.
+    rows. What a query at padding gets is finite and unspecified.
     """
     view = _view(plan, params, windows, body, inputs)
     tokens = inputs.q_rot.shape[2]
@@ -60,9 +61,10 @@ def attend(
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
-def chunk_tokens(block: int, capacity: int) -> int:
-    """Body tokens read in one step: whole blocks, about BODY_CHUNK."""
-    return min(max(BODY_CHUNK // block, 1) * block, capacity)
+def chunk_tokens(block: int, capacity: int, width: int) -> int:
+    """Body tokens read in one step, whole blocks: `width` is the number of elements, K or V, of one token of the whole batch."""
+    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // width)
+    return min(max(tokens // block, 1) * block, capacity)
 
 
 class _Queries(NamedTuple):
@@ -138,7 +140,7 @@ def _add_body(view: _View, queries: _Queries, rows: Array, part: online.Part) ->
     size = regions.body_capacity
     if not size:
         return part
-    chunk = chunk_tokens(regions.block, size)
+    chunk = chunk_tokens(regions.block, size, rows.shape[0] * rows.shape[1] * rows.shape[3])
     query = view.plan.k.query(k_params, k_stats, rows)
 
     def step(i: Array, part: online.Part) -> online.Part:

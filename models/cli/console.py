@@ -1,9 +1,11 @@
-"""What all commands share in talking to people: errors of one line, tables, JSON, progress. Results go to stdout, everything else to stderr."""
+"""How commands talk: errors of one line, tables, JSON, progress. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
+import _thread
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,11 +28,29 @@ class UserError(Exception):
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Around the reading and checking of what a user gave: there, these exceptions speak of the input. Anywhere else they are bugs and keep their traceback."""
+    """Around reading and checking what a user gave: there these exceptions speak of the input, elsewhere they are bugs with a traceback."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(error) from error
+
+
+@contextmanager
+def kept_interrupts() -> Iterator[None]:
+    """Repeats a Ctrl-C that Python would drop: JAX has a callback in garbage collections, and what is raised in there is only printed."""
+    report = sys.unraisablehook
+
+    def repeat(dropped: sys.UnraisableHookArgs) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            threading.Timer(0.05, _thread.interrupt_main).start()  # raised in here, it would be dropped again
+        else:
+            report(dropped)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def warn(message: str) -> None:
@@ -42,8 +62,8 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[str] = ()) -> None:
-    """A table on stdout; the columns named in `numeric` are aligned to the right. Cells are printed as they are, brackets included."""
-    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    """A titled table on stdout; columns named in `numeric` are aligned to the right. Cells are printed as they are."""
+    table = Table()
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
     for row in rows:
@@ -51,6 +71,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
+    if title:
+        print(title)
     console.print(table)
 
 

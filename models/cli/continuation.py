@@ -1,7 +1,7 @@
 """Turning generated tokens into text while they come.
 
-A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are decoded, prompt included, and only
-what later tokens cannot change is shown.
+A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are
+decoded, prompt included, and only what later tokens cannot change is shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Continuation:
         return whole.removeprefix(self._before) if whole.startswith(self._before) else self._decode(ids)
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
-        """What can be shown now and was not before; `ids` are all tokens so far. An unfinished character is held back until the last call."""
+        """What can be shown now and was not before; `ids` are all tokens so far. An unfinished character waits for its end."""
         text = self.text(ids)
         stable = text if last else text.rstrip(UNFINISHED)
         new, self._shown = stable[self._shown :], max(self._shown, len(stable))

@@ -25,8 +25,9 @@ CAPACITY_STEP = 64
 IMPLEMENTATION = "xla"
 
 DESCRIPTION = """\
-Continues a prompt with a Llama-family checkpoint whose keys and values go through the cache SPEC, prints the text, and ends with one line that tells what was
-really done: the cache and its bytes, the bytes of a bf16 cache, tokens, times (compilation apart) and speed. Greedy unless --temperature is given."""
+Continues a prompt with a Llama-family checkpoint whose keys and values go through the cache SPEC, prints the text, and
+ends with one line that tells what was really done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
+(compilation apart) and speed. Greedy unless --temperature is given."""
 
 EPILOG = f"""\
 examples:
@@ -45,18 +46,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue")
     prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
     parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
-    parser.add_argument("--max-new-tokens", metavar="N", type=inputs.positive, default=128, help="stop after N tokens (default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=inputs.positive, default=128, help="stop after N tokens (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
     parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     parser.add_argument(
-        "--capacity", metavar="S", type=inputs.positive, help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)"
+        "--capacity",
+        metavar="S",
+        type=inputs.positive,
+        help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)",
     )
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and exact rows (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and exact rows (default: %(default)s)"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +173,9 @@ def footer(done: dict[str, Any]) -> str:
     """The report in one line."""
     live = done["prompt_tokens"] + done["new_tokens"]
     return (
-        f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, bf16 {format_bytes(done['bf16_bytes'])}, "
-        f"ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; {done['quantized_tokens']} of {live} tokens quantized; "
+        f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
+        f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
+        f"{done['quantized_tokens']} of {live} tokens quantized; "
         f"{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens; "
         f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
         f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}; "

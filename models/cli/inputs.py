@@ -6,7 +6,7 @@ import argparse
 import importlib.resources
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvq_jax as kvq
 from models import checkpoint
@@ -39,6 +39,18 @@ def cache_spec(text: str) -> kvq.CacheSpec:
         return kvq.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class NamedCache(NamedTuple):
+    """A cache as it was written, for tables: str(spec) leaves defaults out."""
+
+    text: str
+    spec: kvq.CacheSpec
+
+
+def named_cache(text: str) -> NamedCache:
+    """The type of --cache where several caches are compared."""
+    return NamedCache(text, cache_spec(text))
 
 
 def positive(text: str) -> int:
@@ -85,6 +97,12 @@ def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
     return config
 
 
+def raw_config(model: str) -> dict[str, Any]:
+    """config.json as it is written; for what `LlamaConfig` does not keep."""
+    with input_errors():
+        return checkpoint.read_json(checkpoint.checkpoint_directory(locate(model), checkpoint.CONFIG_FILES) / "config.json")
+
+
 def read_text(path: str) -> str:
     with input_errors():
         try:
@@ -97,13 +115,13 @@ def load_tokenizer(model: str) -> Any:
     """The tokenizer alone, or None where the checkpoint has none."""
     with input_errors():
         files = checkpoint.CONFIG_FILES + checkpoint.TOKENIZER_FILES + checkpoint.TOKENIZER_EXTRAS
-        return checkpoint._load_tokenizer(checkpoint._directory(locate(model), files))
+        return checkpoint.load_tokenizer(checkpoint.checkpoint_directory(locate(model), files))
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     """Token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
     if not chat:
-        return list(tokenizer(text).input_ids)
+        return list(tokenizer(text, verbose=False).input_ids)  # quiet about lengths: those are checked here
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("--chat: this tokenizer has no chat template; leave --chat out")
     try:

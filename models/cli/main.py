@@ -1,7 +1,7 @@
 """The entry point of `kvq`: finds the command, runs it, and turns what went wrong into one line and an exit code.
 
-A command is a module of this package with `configure(parser)`, which declares its arguments and help, and `run(options)`. It needs one line in COMMANDS.
-Only the module of the command in use is imported.
+A command is a module of this package with `configure(parser)`, which declares its arguments and help, and `run(options)`.
+It needs one line in COMMANDS. Only the module of the command in use is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from models.cli.console import UserError
+from models.cli.console import UserError, kept_interrupts
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -65,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
     try:
-        options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
-        options.run(options)
-        sys.stdout.flush()
+        with kept_interrupts():
+            options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+            options.run(options)
+            sys.stdout.flush()
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
         return BAD_INPUT

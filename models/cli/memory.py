@@ -19,8 +19,9 @@ SLOT_BITS = 32  # of a hybrid group in the paper's layout: 32 signs, or an fp32 
 SCALE_BITS = 16
 
 DESCRIPTION = """\
-Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose cache fits a given memory.
-Reads config.json only: no weights are loaded or downloaded. The budget is for the cache alone; weights come on top."""
+Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose
+cache fits a given memory. Reads config.json only: no weights are loaded or downloaded. The budget is for the cache
+alone; weights come on top."""
 
 EPILOG = f"""\
 example:
@@ -32,20 +33,28 @@ example:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, action="append", required=True, help="a cache; may be given several times")
     parser.add_argument(
-        "--context", metavar="S", type=inputs.positive, help="capacity in tokens of each sequence (default: the model's max_position_embeddings)"
+        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=True, help="a cache; may be given several times"
+    )
+    parser.add_argument(
+        "--context",
+        metavar="S",
+        type=inputs.positive,
+        help="capacity in tokens of each sequence (default: the model's max_position_embeddings)",
     )
     parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB")
+    parser.add_argument(
+        "--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB"
+    )
     parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of exact rows, the model's (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> None:
-    config = inputs.read_config(options.model, *options.cache)
+    config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
     context = options.context or config.max_position_embeddings
     with progress("counting"):
-        measured = [measure(spec, config, options.batch, context, options.dtype, options.budget) for spec in options.cache]
+        sizes = options.batch, context, options.dtype, options.budget
+        measured = [{"name": text} | measure(spec, config, *sizes) for text, spec in options.cache]
     result = {
         "model": options.model,
         "context": context,
@@ -76,7 +85,7 @@ def measure(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, 
 
 
 def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
-    """The largest capacity whose cache takes at most `budget` bytes; 0 where not even one token fits. A cache never shrinks when its capacity grows."""
+    """The largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
 
     def fits(capacity: int) -> bool:
         return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
@@ -95,7 +104,8 @@ def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype:
 def paper_layout_bytes(cache: Cache) -> int | None:
     """Bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
 
-    A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode. Everything else as stored.
+    A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode.
+    Everything else is counted as stored.
     """
     hybrid = list(_hybrid_bodies(cache))
     if not hybrid:
@@ -124,13 +134,24 @@ def _print(result: dict[str, Any]) -> None:
         columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
     rows = []
     for c in result["caches"]:
-        numbers = [c["bytes"], format_bytes(c["bytes"]), f"{c['ratio']:.2f}", f"{c['bits_per_element']:.3f}", f"{c['body_bits_per_element']:.3f}"]
-        rows.append([c["cache"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
+        numbers = [
+            c["bytes"],
+            format_bytes(c["bytes"]),
+            f"{c['ratio']:.2f}",
+            f"{c['bits_per_element']:.3f}",
+            f"{c['body_bits_per_element']:.3f}",
+        ]
+        rows.append([c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
     print_table(title, columns, rows, numeric=columns[1:])
-    parts = [(c["cache"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"])) for c in result["caches"] for p in c["components"] if p["bytes"]]
+    parts = [
+        (c["name"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"]))
+        for c in result["caches"]
+        for p in c["components"]
+        if p["bytes"]
+    ]
     print_table("components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size"))
     for c in result["caches"]:
         if c["paper_layout_bytes"] is not None:
-            print(f"{c['cache']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the InnerQ paper's layout")
+            print(f"{c['name']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the paper's layout")
     if result["budget_bytes"] is not None:
         print(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")

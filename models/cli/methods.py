@@ -13,11 +13,14 @@ from kvq_jax.spec import CACHE_OPTIONS
 from models.cli.console import print_json, print_table
 from models.cli.inputs import CACHE_GRAMMAR
 
-REFERENCE_DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096)  # Llama-3.1-8B's layer
+REFERENCE_DIMS = CacheDims(
+    num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
+)  # Llama-3.1-8B's layer
 
 DESCRIPTION = """\
-Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its exact windows, and the average
-bits that it stores for an element of the quantized body (scales, zeros and padding included, windows not) at head_dim 128."""
+Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its exact
+windows, and the average bits that it stores for an element of the quantized body (scales, zeros and padding included,
+windows not) at head_dim 128."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

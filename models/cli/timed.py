@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from kvq_jax.cache import Cache
 from models import decoding, generation
@@ -20,7 +21,8 @@ from models.sampling import Sampling
 class TimedGeneration:
     """One prompt's generation. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
 
-    compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the device is done, without it.
+    compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
+    device is done, without it.
     """
 
     def __init__(
@@ -43,14 +45,14 @@ class TimedGeneration:
         self.compile_seconds = time.perf_counter() - started
 
     def _compile(self) -> None:
-        decoding._prefill.lower(self._llama, self._cache, self._tokens, self._lengths, False).compile()
+        decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False).compile()
         progress = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
-        generation._run.lower(self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids).compile()
+        generation.advance.lower(self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids).compile()
         # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(progress, cache=None, logits=None))
 
-    def _start(self, *inputs: object) -> generation._Progress:
-        return generation._start(*inputs, self._max_new_tokens, self._sampling)
+    def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> generation.Progress:
+        return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling)
 
     def segments(self, steps: int) -> Iterator[Generated]:
         """All tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
@@ -62,7 +64,7 @@ class TimedGeneration:
             until = min(until + steps, self._max_new_tokens)
             started = time.perf_counter()
             progress = jax.block_until_ready(
-                generation._run(self._llama, progress, self._key, jnp.int32(until), self._sampling, self._eos_ids)
+                generation.advance(self._llama, progress, self._key, jnp.int32(until), self._sampling, self._eos_ids)
             )
             self.decode_seconds += time.perf_counter() - started
             yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)

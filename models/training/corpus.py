@@ -20,7 +20,7 @@ from models.training.tokenizer import END_OF_TEXT
 
 WINDOW = 2048  # the stream is shuffled in windows of this many tokens; row lengths divide it
 HELD_OUT_ONE_IN = 100
-SYNTHETIC_ONE_IN = 3
+SYNTHETIC_ONE_IN = 4
 
 TokenArray: TypeAlias = np.ndarray
 
@@ -99,7 +99,7 @@ class RowSource:
                 return phase, step, consumed
             step -= phase.steps
             rows = self.rows_per_step(phase) * phase.steps
-            consumed += -(-(rows - rows // SYNTHETIC_ONE_IN) * phase.length // WINDOW) * WINDOW
+            consumed += -(-_real_rows(rows) * phase.length // WINDOW) * WINDOW
         raise ValueError(f"{step=} is {step + 1} steps past the end of the curriculum {self.curriculum}")
 
     def rows_per_step(self, phase: Phase) -> int:
@@ -115,12 +115,17 @@ class RowSource:
     def _row(self, length: int, row: int, step: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
         if row % SYNTHETIC_ONE_IN == SYNTHETIC_ONE_IN - 1:
             return self.synthetic.row(length, np.random.default_rng((self.seed, step, row)))
-        position = consumed + (row - row // SYNTHETIC_ONE_IN) * length
+        position = consumed + _real_rows(row) * length
         windows = len(self.stream) // WINDOW
         epoch, window = divmod(position // WINDOW, windows)
         order = np.random.default_rng((self.seed, epoch)).permutation(windows)
         start = order[window] * WINDOW + position % WINDOW
         return opened(self.stream[start : start + length], self.synthetic.end_id), np.ones(length, np.float32)
+
+
+def _real_rows(rows: int) -> int:
+    """How many of the first `rows` rows of a phase are real text."""
+    return rows - rows // SYNTHETIC_ONE_IN
 
 
 def opened(tokens: TokenArray, end_id: int) -> TokenArray:

@@ -3,7 +3,7 @@
 passkey   real text with a five-digit pass key in it, asked for at the end
 needles   real text with several "special magic number for WORD" in it, some asked for at the end
 records   many "WORD: VALUE" lines, then some of the keys again
-repeat    shuffled tokens, repeated: what an induction head is for
+repeat    random or shuffled tokens, repeated: what an induction head is for
 
 The facts themselves are noise and carry no loss; answers carry a higher loss weight; the real text around them carries the usual one.
 Document lengths are log-uniform up to the row, so distances from fact to question range from a few tokens to the whole row.
@@ -30,6 +30,8 @@ NEEDLE_FACT = "\nOne of the special magic numbers for {word} is: {value}.\n"
 NEEDLE_PROMPT = "\nWhat is the special magic number for {word}? The special magic number for {word} is: "
 ANSWER_WEIGHT = 5.0
 SHORTEST_DOCUMENT = 96
+KIND_SHARES = (0.35, 0.25, 0.25, 0.15)  # passkey, needles, records, repeat
+REPEAT_WEIGHT = 2.0
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyz"))
 
 
@@ -74,7 +76,7 @@ class SyntheticRows:
     def document(self, budget: int, rng: np.random.Generator) -> Draft:
         """One document of at most `budget` tokens."""
         kinds: list[Callable[[int, np.random.Generator], Draft]] = [self.passkey, self.needles, self.records, self.repeat]
-        return kinds[rng.choice(len(kinds), p=[0.3, 0.25, 0.25, 0.2])](budget, rng)
+        return kinds[rng.choice(len(kinds), p=KIND_SHARES)](budget, rng)
 
     def passkey(self, budget: int, rng: np.random.Generator) -> Draft:
         key = _digits(rng, 5)
@@ -132,13 +134,14 @@ class SyntheticRows:
         return _cut(draft, budget)
 
     def repeat(self, budget: int, rng: np.random.Generator) -> Draft:
-        length = int(rng.integers(8, max(9, budget // 2)))
-        segment = [int(token) for token in rng.permutation(self._real_text(length, rng))]
+        length = int(np.exp(rng.uniform(np.log(8), np.log(budget // 2))))
+        tokens = rng.integers(1, self.tokenizer.get_vocab_size(), length) if rng.random() < 0.5 else self._real_text(length, rng)
+        segment = [int(token) for token in rng.permutation(tokens)]
         draft = Draft()
         draft.add(segment, 0.0)
         while len(draft) + length <= budget:
             draft.add(segment[:1], 0.0)
-            draft.add(segment[1:], 1.0)
+            draft.add(segment[1:], REPEAT_WEIGHT)
         return draft
 
     def _encode(self, text: str) -> list[int]:

@@ -26,16 +26,18 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from models.config import LlamaConfig
+from models.config import LlamaConfig, RopeConfig
 from models.llama import Llama
 from models.training import corpus, state
+from models.training.initialization import wire_induction
 from models.training.objective import token_losses, training_logits, weighted_loss
 from models.training.synthetic import ANSWER_WEIGHT, SyntheticRows
 from models.training.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
 
 PROBE_LENGTH = 1024
 PROBE_ROWS = 6
-DEFAULT_CURRICULUM = "256:450,1024:200,2048:100"
+DEFAULT_CURRICULUM = "256:350,512:100,1024:200,2048:125"
+ROPE_THETA = 500_000.0  # many slow pairs: content can be matched over the whole context
 
 
 class Progress(NamedTuple):
@@ -68,10 +70,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "phases not yet begun may be changed when a run is continued",
     )
     parser.add_argument(
-        "--decay-steps", type=int, default=300, help="the learning rate falls linearly to zero over the last N steps (default %(default)s)"
+        "--decay-steps", type=int, default=675, help="the learning rate falls linearly to zero over the last N steps (default %(default)s)"
     )
-    parser.add_argument("--warmup-steps", type=int, default=30, help="steps of rising learning rate (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=6e-3, help="peak learning rate (default %(default)s)")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="steps of rising learning rate (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of the matrices (default %(default)s)")
     parser.add_argument("--tokens-per-step", type=int, default=2048, help="tokens of one update (default %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=2048, help="byte-level BPE tokens (default %(default)s)")
@@ -83,6 +85,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--intermediate-size", type=int, default=512, help="MLP width (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers (default %(default)s)")
+    parser.add_argument(
+        "--initialization",
+        choices=("induction", "random"),
+        default="induction",
+        help="start with an induction circuit wired into layers 0 and 1, or all random (default %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows (default %(default)s)")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between checkpoints (default %(default)s)")
     parser.add_argument("--probe-every", type=int, default=75, help="steps between held-out losses (default %(default)s)")
@@ -100,6 +108,7 @@ def model_config(options: argparse.Namespace) -> LlamaConfig:
         num_key_value_heads=options.hidden_size // 128,
         head_dim=64,
         max_position_embeddings=corpus.WINDOW,
+        rope=RopeConfig(theta=ROPE_THETA),
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_ids=(0,),
@@ -234,6 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         (options.out / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
         llama = Llama(config, rngs=nnx.Rngs(options.seed))
+        if options.initialization == "induction":
+            llama = wire_induction(llama, np.bincount(streams["train"], minlength=config.vocab_size), options.seed)
         print(
             f"{sum(leaf.size for leaf in jax.tree.leaves(llama)):,} parameters, {len(streams['train']):,} training tokens, {plan}",
             flush=True,

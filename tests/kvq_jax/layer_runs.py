@@ -1,7 +1,7 @@
 """What the tests of caches share: sequences, compiled layer functions, and comparisons that name what differs.
 
-Lengths vary inside one compiled function: every batch is ragged, and holds the lengths at which something happens. All padding is NaN, in every test: it may never
-enter a number.
+Lengths vary inside one compiled function: every batch is ragged, and holds the lengths at which something happens. All padding is NaN, in
+every test: it may never enter a number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from kvq_jax.attention import reference, streaming
 from kvq_jax.cache import CacheDims
 from kvq_jax.layer import LayerPlan, LayerState, append_layer, decode_layer, prefill_layer
 from kvq_jax.rope import rotate
+from tests.compile_options import QUICK_COMPILE
 
 DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128)
 CAPACITY = 90
 STEP = 8  # tokens of one decode call
-# Compiles five times faster; the programs run for milliseconds. Only tests of memory use XLA's defaults.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 def with_small_chunks(function: Callable) -> Callable:
@@ -86,21 +85,25 @@ class Sequences:
 
 @functools.cache
 def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, seed: int = 0, dtype: str = "float32") -> Sequences:
-    """Random sequences with a few large key channels. The first 5 tokens have the largest keys: so a prompt's channel norms do not depend on where it ends."""
+    """Random sequences with a few large key channels. The first 5 tokens have the largest keys of all: so the statistics of a prompt do not
+    depend on where it ends.
+    """
     rng = np.random.default_rng(seed)
     h = dims.head_dim
     q = rng.normal(size=(batch, dims.num_attention_heads, capacity, h))
     k, v = (rng.normal(size=(batch, dims.num_key_value_heads, capacity, h)) for _ in range(2))
     k[..., :: h // 4] *= 3
+    k[:, :, :5] = np.sign(k[:, :, :5]) * np.abs(k).max(axis=2, keepdims=True)
     rope = kvq.Rope(jnp.asarray(100.0 ** (-np.arange(h // 2) / (h // 2)), jnp.float32), jnp.ones((), jnp.float32))
-    positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
-    k_rot = np.array(rotate(jnp.asarray(k, jnp.float32), positions, rope))
-    k_rot[:, :, :5] = np.sign(k_rot[:, :, :5]) * np.abs(k_rot).max(axis=2, keepdims=True)
-    q, k, k_rot, v = (np.asarray(a, np.float32).astype(jnp.dtype(dtype)) for a in (q, k, k_rot, v))
-    return Sequences(q, k, k_rot, v, rope)
+    backwards = -jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
+    k_pre = rotate(jnp.asarray(k, jnp.float32), backwards, rope)
+    q, k_pre, k, v = (np.asarray(a, np.float32).astype(jnp.dtype(dtype)) for a in (q, k_pre, k, v))
+    return Sequences(q, k_pre, k, v, rope)
 
 
-def empty(spec: str, batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, dtype: str = "float32") -> tuple[LayerPlan, LayerState]:
+def empty(
+    spec: str, batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, dtype: str = "float32"
+) -> tuple[LayerPlan, LayerState]:
     cache = kvq.init_cache(spec, dims, batch, capacity, dtype)
     return cache.plans[0], cache.layers[0]
 

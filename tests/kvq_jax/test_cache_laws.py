@@ -72,9 +72,7 @@ def test_a_row_has_the_same_codes_and_outputs_whatever_the_other_rows_hold(case:
     prompts, crowd_prompts = prompts_of(lengths), prompts_of(crowd_lengths)
     out, ours = run(plan, state, tokens, prompts, lengths)
     crowd_out, theirs = run(plan, state, crowd, crowd_prompts, crowd_lengths)
-    one, other = (
-        {name: a[mine] for name, a in live(plan, s, n).items()} for s, n in ((ours, lengths), (theirs, crowd_lengths))
-    )
+    one, other = ({name: a[mine] for name, a in live(plan, s, n).items()} for s, n in ((ours, lengths), (theirs, crowd_lengths)))
     assert not differences(one, other)
     np.testing.assert_array_equal(out[mine], crowd_out[mine])
 
@@ -126,9 +124,7 @@ def test_a_full_row_writes_nothing(case: MethodCase):
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     _, before = run(plan, state, tokens, full, full)
     _, after, _ = decode(plan, (), before, tokens.window(full, full, STEP), ())
-    for path, old, new in zip(
-        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True
-    ):
+    for path, old, new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new, err_msg=jax.tree_util.keystr(path[0]))
 
 

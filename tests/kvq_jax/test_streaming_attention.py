@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from kvq_jax.cache import CacheDims
 from kvq_jax.layer import LayerPlan, LayerState
@@ -43,14 +44,15 @@ def expected(plan: LayerPlan, state: LayerState, lengths: np.ndarray, inputs, se
     return np.asarray(attend_reference(plan, (), state, jnp.asarray(lengths), inputs, jnp.asarray(mask)), np.float32)
 
 
-def shifted(plan: LayerPlan, state: LayerState) -> LayerState:
-    """The state with every floating-point array of its bodies moved on by one entry of its token axis: scales of the wrong group."""
+def shifted(plan: LayerPlan, state: LayerState, side: int) -> LayerState:
+    """The state with every floating-point array of one body moved on by one entry of its token axis: scales of the wrong group."""
 
     def roll(leaf, array):
-        return jnp.roll(array, 1, leaf.token_axis) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        return jnp.roll(array, 1, leaf.token_axis) if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) else array
 
-    bodies = (jax.tree.map(roll, c.body(1, 1, plan.regions.block), b) for c, b in zip(plan.codecs, state.body, strict=True))
-    return dataclasses.replace(state, body=tuple(bodies))
+    body = list(state.body)
+    body[side] = jax.tree.map(roll, plan.codecs[side].body(1, 1, plan.regions.block), body[side])
+    return dataclasses.replace(state, body=tuple(body))
 
 
 @cases()
@@ -66,7 +68,10 @@ def test_decode_equals_the_reference_on_the_same_codes(case: MethodCase):
     long = np.broadcast_to((lengths == plan.regions.capacity - 1)[:, None, None], out.shape[:3])
     assert not agrees(expected(plan, swapped, lengths, inputs), want, 1e-5, long), "windows of V for those of K pass"
     assert not agrees(np.zeros_like(out), want, 1e-5, long), "zeros pass"
-    assert not agrees(expected(plan, shifted(plan, after), lengths, inputs), want, 1e-5, long), "scales of the wrong group pass"
+    for side in (0, 1):
+        assert not agrees(expected(plan, shifted(plan, after, side), lengths, inputs), want, 1e-5, long), (
+            f"scales of another group pass, {side=}"
+        )
     assert not agrees(expected(plan, after, lengths, inputs, seen=1), want, 1e-5, long), "one token too many passes"
     assert not agrees(expected(plan, after, lengths, inputs, seen=-1), want, 1e-5, long), "one token too few passes"
 
@@ -147,7 +152,8 @@ def test_decode_equals_the_reference_for_every_head_shape(name: str, kv_heads: i
     everything = np.ones(last.shape[:3], bool)
     assert agrees(last, want, tolerance, everything), f"worst relative error {row_errors(last, want).max():.1e}"
     assert not agrees(np.zeros_like(last), want, tolerance, everything), "zeros pass"
-    assert not agrees(expected(plan, shifted(plan, state), lengths, tokens.window(lengths - 1, lengths, 1)), want, tolerance, everything)
+    wrong = expected(plan, shifted(plan, state, 0), lengths, tokens.window(lengths - 1, lengths, 1))
+    assert not agrees(wrong, want, tolerance, everything), "scales of another group pass"
 
 
 @cases()
@@ -157,6 +163,8 @@ def test_finite_garbage_in_unused_capacity_changes_nothing(case: MethodCase):
     rng = np.random.default_rng(5)
 
     def garbage(leaf):
+        if leaf.dtype == jnp.uint16:  # the bits of a bfloat16
+            return lax.bitcast_convert_type(jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.bfloat16), jnp.uint16)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.asarray(rng.integers(-(2**15), 2**15, leaf.shape), leaf.dtype)
         return jnp.asarray(1e4 * rng.normal(size=leaf.shape), leaf.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from models.config import LlamaConfig
+from models.config import LlamaConfig, RopeConfig
 from models.llama import Llama, forward
 from models.training import corpus, state, train
 from models.training.evaluate import greedy_text, passkey_recall, score_text
+from models.training.initialization import wire_induction
 from models.training.objective import training_logits, weighted_loss
 from models.training.synthetic import ANSWER_WEIGHT, NEEDLE_FACT, NEEDLE_PROMPT, PASSKEY_FACT, PASSKEY_PROMPT, SyntheticRows
 from models.training.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
@@ -95,7 +97,7 @@ def test_real_rows_walk_through_the_shuffled_stream_once(tokenizer):
     rows = [row for step in range(6) for row in source.batch(step).tokens]
     real = [row for row in rows if np.all(np.diff(row[1:]) == 1)]
     starts = [int(row[1]) for row in real]
-    assert len(real) == 12, f"{len(real)} of {len(rows)} rows are consecutive tokens of the stream: one row in three is synthetic"
+    assert len(real) == 12, f"{len(real)} of {len(rows)} rows are consecutive tokens of the stream: one long row in three is synthetic"
     covered = [start + offset for start, row in zip(starts, real, strict=True) for offset in range(len(row) - 1)]
     assert len(covered) == len(set(covered)), "a token of the stream was read twice"
     assert all(row[0] == 0 for row in rows), "every row opens with END_OF_TEXT"
@@ -148,14 +150,46 @@ def test_the_gradient_is_that_of_the_plain_loss_and_ignores_tokens_without_weigh
         np.testing.assert_allclose(found[name], expected[name], atol=2e-6, err_msg=name)
 
 
+def test_a_wired_model_repeats_what_it_has_read_before_any_training():
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=256,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        rope=RopeConfig(theta=train.ROPE_THETA),
+    )
+    random = Llama(config, rngs=nnx.Rngs(0))
+    segment = jax.random.randint(jax.random.key(3), (1, 100), 1, 400)
+    rows = jnp.concatenate([jnp.zeros((1, 1), segment.dtype), segment, segment, segment], axis=1)
+    repeated = {}
+    for name, model in (("random", random), ("wired", wire_induction(random, seed=0))):
+        right = jnp.argmax(training_logits(model, rows[:, :-1]), -1) == rows[:, 1:]
+        repeated[name] = float(right[:, 102:].mean())
+    assert repeated["wired"] > 0.9, f"{repeated=}: share of the repeated tokens ranked first"
+    assert repeated["random"] < 0.1, f"{repeated=}: the random model must not know them"
+
+
+def test_wiring_refuses_a_model_of_another_shape(llama):
+    shape = dataclasses.replace(llama.config, num_attention_heads=2)
+    with pytest.raises(ValueError, match="num_attention_heads=2 must be 4"):
+        wire_induction(Llama(shape, rngs=nnx.Rngs(0)), seed=0)
+
+
 def toy_run(directory: Path, curriculum: str) -> int:
     corpus_dir = directory / "corpus"
     if not corpus_dir.exists():
         corpus_dir.mkdir(parents=True)
         (corpus_dir / "toy.txt").write_text("".join(f"{sentences(40, seed)}\n{END_OF_TEXT}\n" for seed in range(250)))
-    sizes = "--vocab-size 300 --hidden-size 128 --intermediate-size 64 --layers 1 --tokens-per-step 512 --warmup-steps 2 --decay-steps 1"
+    sizes = "--vocab-size 300 --hidden-size 128 --intermediate-size 64 --layers 1 --tokens-per-step 512"
+    sizes += " --warmup-steps 2 --decay-steps 1 --initialization random"
     places = ["--corpus", str(corpus_dir), "--out", str(directory / "run"), "--curriculum", curriculum, "--probe-every", "1000"]
-    return train.main([*places, *sizes.split()])
+    with jax.numpy_dtype_promotion("standard"):  # optax's bias correction mixes Python floats and int32 counts
+        return train.main([*places, *sizes.split()])
 
 
 def test_a_resumed_run_ends_with_the_parameters_of_an_uninterrupted_one(tmp_path):

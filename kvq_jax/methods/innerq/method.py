@@ -22,13 +22,15 @@ Mode = Literal["sym", "asym", "hybrid", "hybrid_prefill"]
 
 @dataclasses.dataclass(frozen=True)
 class InnerQCodec(GroupCodec):
-    """Groups over the inner dimension; with `normalize`, keys are divided by the prompt's channel norm and the query is multiplied by it."""
+    """Groups over the inner dimension; with `normalize`, keys are divided by the prompt's channel norm and the query is multiplied by
+    it."""
 
     hybrid_decode: bool = True  # False: generated tokens take symmetric groups (hybrid_prefill)
     normalize: bool = False
 
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """norm_h = sqrt(max_t |k_th|) over the prompt's valid, finite keys from position `first` on, at least 1e-3; 1 where there are none. [B, K, 1, H] fp32."""
+        """norm_h = sqrt(max_t |k_th|) over the prompt's valid, finite keys from position `first` on, at least 1e-3; 1 where there are
+        none. [B, K, 1, H] fp32."""
         if not self.normalize:
             return ()
         keys = self.rows(params, inputs).astype(jnp.float32)

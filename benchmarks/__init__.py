@@ -1,0 +1,1 @@
+"""Measurements of speed and size. Results are raw JSON; the tables in results/ are made from it by `python -m benchmarks.tables`."""

@@ -1,0 +1,107 @@
+"""One whole decode step of a small random Llama through each cache, on this machine's first JAX device.
+
+Caches start full of random codes and grow by one token with every step, so the steps that quantize an aged block are among the samples. The
+baseline is the dense cache. The error compares logits with those of a dense cache that holds the rows which the quantized cache stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+import kvq_jax as kvq
+from benchmarks.common import Candidate, Shape, parsed, parser, random_layer, relative_error, run, wait
+from kvq_jax.attention import reference
+from kvq_jax.layer import LayerState
+from models import Llama, LlamaConfig, decode_step
+from models.rope import rope_for
+
+KV_HEADS, GROUP = 4, 4
+
+
+@functools.cache
+def random_llama(layers: int, head_dim: int) -> Llama:
+    """Four query heads for each KV head and Llama's other proportions; fp32."""
+    width = KV_HEADS * GROUP * head_dim
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=KV_HEADS * GROUP,
+        num_key_value_heads=KV_HEADS,
+        head_dim=head_dim,
+        max_position_embeddings=1 << 17,
+    )
+    return Llama(config, rngs=nnx.Rngs(0))
+
+
+def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.Cache:
+    """A cache of `tokens` tokens with random contents."""
+    cache = kvq.init_cache(spec, llama.config, shape.batch, capacity, "float32")
+    layers = tuple(random_layer(plan, shape.batch, "float32", seed) for seed, plan in enumerate(cache.plans))
+    return dataclasses.replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, shape.tokens))
+
+
+def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
+    """A dense cache of the rows that `cache` stands for."""
+    rope = rope_for(llama.config, cache.capacity)
+    dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
+
+    def layer(plan, state: LayerState, empty: LayerState) -> LayerState:
+        rows = reference.decode_vectors(plan, (), state, cache.lengths, rope)
+        return dataclasses.replace(empty, body=rows)
+
+    layers = tuple(map(layer, cache.plans, cache.layers, dense.layers))
+    return dataclasses.replace(dense, layers=layers, lengths=cache.lengths)
+
+
+def candidates(shape: Shape, caches: Sequence[str], layers: int, steps: int) -> list[Candidate]:
+    """The dense cache, then the others. `steps` is how often a candidate will run."""
+    llama = random_llama(layers, shape.head_dim)
+    token = jnp.arange(shape.batch, dtype=jnp.int32)
+    programs, found = {}, []
+    for spec in dict.fromkeys(("dense", *caches)):
+        cache = random_cache(llama, spec, shape, shape.tokens + steps)
+        programs[spec] = jax.jit(decode_step, donate_argnames="cache").lower(llama, cache, token).compile()
+        expected, _ = programs["dense"](llama, jax.jit(decoded)(llama, cache), token)
+        found.append(_candidate(spec, llama, cache, token, programs[spec], expected))
+    return found
+
+
+def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program: jax.stages.Compiled, expected: Array) -> Candidate:
+    held = [cache]
+    size = kvq.nbytes(cache)
+
+    def step() -> Array:
+        logits, held[0] = program(llama, held[0], token)
+        wait(logits)
+        return logits
+
+    error = relative_error(step(), expected)
+    return Candidate(spec, cache.dtype, step, error, size, program.memory_analysis())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser("decode_step", __doc__.partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
+    made.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
+    made.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
+    args = parsed(made, argv)
+    shapes = [Shape(b, n, args.head_dim, KV_HEADS, GROUP) for b in args.batch for n in args.tokens]
+    steps = args.rounds + 2  # one to compare logits, one to warm up
+    command = ("benchmarks.decode_step", *(sys.argv[1:] if argv is None else argv))
+    title = f"Decode step of a Llama with {args.layers} layers"
+    report = run(title, command, shapes, lambda shape: candidates(shape, args.cache, args.layers, steps), args.rounds)
+    if args.json:
+        report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()

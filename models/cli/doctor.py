@@ -1,0 +1,263 @@
+"""`kvq doctor`: what a cache will do to a model, layer by layer, and what may go wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.codec import Codec
+from kvq_jax.group_codec import GroupCodec
+from kvq_jax.layer import LayerPlan
+from kvq_jax.methods.dense import Dense
+from models import checkpoint
+from models.cli import inputs
+from models.cli.console import input_errors, print_json, print_table
+from models.config import LlamaConfig
+
+KERNEL_HEAD_DIMS = (64, 128, 256)
+LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
+BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
+
+DESCRIPTION = """\
+Tells layer by layer what a cache will apply to a model and what it will leave exact, and why: resolved bits and groups,
+packing and its padding, skipped layers. Looks at head dim, QK-norm, RoPE, sliding window and the key projection's bias,
+and warns of what is known to go wrong. Of the weights, it reads only k_proj biases, and only from a local directory."""
+
+EPILOG = f"""\
+example:
+  kvq doctor path/to/Qwen2.5-1.5B --cache innerq:bits=2
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    parser.add_argument(
+        "--context", metavar="S", type=inputs.positive, help="capacity in tokens (default: the model's max_position_embeddings)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    config = inputs.read_config(options.model, options.cache)
+    context = options.context or config.max_position_embeddings
+    cache = kvq.layout(options.cache, config, 1, context)
+    biases = key_biases(inputs.locate(options.model), config)
+    layers = [describe_layer(index, plan, cache.spec) | _bias_facts(biases, index) for index, plan in enumerate(cache.plans)]
+    result = {
+        "model": options.model,
+        "cache": str(cache.spec),
+        "context": context,
+        "regions": {
+            "sink": cache.spec.sink,
+            "recent": cache.spec.recent,
+            "block": cache.spec.block,
+            "body": cache.spec.regions(context).body_capacity,
+        },
+        "facts": facts(config, cache.spec, inputs.raw_config(options.model), biases),
+        "layers": layers,
+        "warnings": warnings(config, cache, biases),
+    }
+    print_json(result) if options.json else _print(result)
+
+
+# --- layers -------------------------------------------------------------------------------------------------------------------------------
+
+
+def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec) -> dict[str, Any]:
+    """Both sides of a layer, and why a side is left exact where it is."""
+    skipped = index in spec.skip_layers
+    exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
+    if skipped:
+        reason = "skip_layers names it"
+    elif all(exact.values()):
+        reason = "the cache is dense"
+    else:
+        reason = next((f"{side} is dense" for side in exact if exact[side]), None)
+    sides = {side: describe_side(codec, plan) for side, codec in zip(("k", "v"), plan.codecs, strict=True)}
+    return {"layer": index, "quantized": not skipped and not all(exact.values()), "reason": reason, **sides}
+
+
+def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
+    """The codec's resolved options, its stored bits per element, and how its codes are packed."""
+    tokens = 32 * plan.regions.block
+    body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, plan.heads, tokens))
+    described = {
+        "codec": type(codec).__name__,
+        **_options(codec),
+        "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim),
+    }
+    if isinstance(codec, GroupCodec):
+        layout = codec.format.layout
+        described["packing"] = {
+            "code_bits": codec.format.code_bits,
+            "plane_channels": layout.plane,
+            "tokens_per_word_row": layout.slots,
+            "padding_channels": layout.chunks * layout.plane - layout.channels,
+        }
+    return described
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """The plain fields of a codec, those of nested dataclasses included; tables and arrays are left out."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        entry = getattr(value, field.name)
+        if dataclasses.is_dataclass(entry):
+            found |= _options(entry)
+        elif isinstance(entry, str | int | float) and field.name != "side":
+            found[field.name] = entry
+    return found
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------------------------
+
+
+def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
+    """What of the model matters to a cache, in words."""
+    h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.prompt_statistics]
+    kernels = ", ".join(map(str, KERNEL_HEAD_DIMS))
+    return {
+        "model": f"{config.model_type}, {config.num_hidden_layers} layers",
+        "heads": f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads",
+        "head_dim": f"{h}, "
+        + (f"which GPU kernels can serve ({kernels})" if h in KERNEL_HEAD_DIMS else f"XLA path only: GPU kernels serve {kernels}"),
+        "qk_norm": "yes; keys are cached after it" if config.qk_norm else "none",
+        "rope": f"{config.rope.rope_type}, theta {config.rope.theta:g}"
+        + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
+        "sliding_window": _sliding_window(hf),
+        "k_proj_bias": _bias_in_words(config, biases),
+        "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
+    }
+
+
+def _sliding_window(hf: dict[str, Any]) -> str:
+    """An active window is refused when the config is read, so what is left has no effect."""
+    window = hf.get("sliding_window")
+    return "none" if window is None else f"{window} in config.json, inactive: every layer attends to all tokens"
+
+
+def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
+    """k_proj's bias of every layer, [K * H] fp32, read without any other tensor; None where there is none or no local weights."""
+    if not config.qkv_bias or not Path(model).is_dir() or not any(Path(model).glob("*.safetensors")):
+        return None
+    names = [BIAS_NAME.format(layer) for layer in range(config.num_hidden_layers)]
+    with input_errors():
+        stored = checkpoint.read_headers(checkpoint.weight_files(Path(model)))
+        missing = [name for name in names if name not in stored]
+        if missing:
+            raise ValueError(f"the files lack tensor {missing[0]!r}, which the model of config.json needs")
+        return [checkpoint.read_tensor(stored, name).astype(np.float32) for name in names]
+
+
+def _bias_facts(biases: list[np.ndarray] | None, layer: int) -> dict[str, Any]:
+    if biases is None:
+        return {"k_proj_bias": None}
+    bias = biases[layer]
+    return {
+        "k_proj_bias": {"norm": float(np.linalg.norm(bias)), "largest": float(np.abs(bias).max()), "median": float(np.median(np.abs(bias)))}
+    }
+
+
+def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
+    if not config.qkv_bias:
+        return "none"
+    if biases is None:
+        return "yes; not read: the weights are not in a local directory"
+    worst = int(np.argmax([np.abs(b).max() for b in biases]))
+    return f"yes; largest {np.abs(biases[worst]).max():.3g} in layer {worst}"
+
+
+# --- warnings -----------------------------------------------------------------------------------------------------------------------------
+
+
+def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+    """What is known to go wrong with this model and this cache, one sentence each."""
+    spec, found = cache.spec, []
+    windows = spec.sink + spec.recent + spec.block
+    if any(not isinstance(m, Dense) for m in (spec.k, spec.v)) and not spec.regions(cache.capacity).body_capacity:
+        found.append(f"nothing is quantized within {cache.capacity} tokens: the exact windows hold sink + recent + block = {windows}")
+    if config.rope.rope_type == "dynamic":
+        found.append(
+            f"rope type dynamic: the base is frozen from the capacity ({cache.capacity}), since cached keys keep their rotation; "
+            f"output equals Hugging Face's up to {config.max_position_embeddings} tokens"
+        )
+    if config.head_dim not in KERNEL_HEAD_DIMS:
+        found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
+    padded = {c.format.layout.chunks * c.format.layout.plane for p in cache.plans for c in p.codecs if isinstance(c, GroupCodec)}
+    wasteful = max(padded, default=config.head_dim)
+    if wasteful > config.head_dim:
+        found.append(f"codes of {config.head_dim} channels are padded to {wasteful} to fill words, and the padding is stored")
+    return found + _bias_warnings(cache, biases)
+
+
+def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+    """Per-token key groups share a scale between channels, so one channel with a large constant part sets the step of all the others."""
+    found = []
+    for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
+        codec, largest = plan.codecs[0], float(np.abs(bias).max())
+        if not isinstance(codec, GroupCodec) or codec.format.axis != "channels" or largest < LARGE_BIAS:
+            continue
+        if getattr(codec, "normalize", False):
+            found.append(
+                f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's norm removes only its square root"
+            )
+        else:
+            step = 2 * largest / (2**codec.format.code_bits - 1)
+            found.append(
+                f"layer {layer}: k_proj bias up to {largest:.3g} makes steps of about {step:.3g} in per-token key groups, "
+                f"which erases smaller channels; use per-channel keys (k=kivi) or skip_layers={layer}"
+            )
+    return found
+
+
+# --- text ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def _print(result: dict[str, Any]) -> None:
+    regions = result["regions"]
+    print_table(result["model"], ("what", "found"), list(result["facts"].items()))
+    rows = []
+    for _, group in groupby(result["layers"], key=lambda layer: {k: v for k, v in layer.items() if k not in ("layer", "k_proj_bias")}):
+        run = list(group)
+        first, last = run[0]["layer"], run[-1]["layer"]
+        what = "quantized" if run[0]["quantized"] else "exact"
+        rows.append(
+            (first if first == last else f"{first}-{last}", what, run[0]["reason"] or "", _side_text(run[0]["k"]), _side_text(run[0]["v"]))
+        )
+    title = (
+        f"{result['cache']} at {result['context']} tokens: {regions['body']} in the body, "
+        f"exact windows sink {regions['sink']}, recent {regions['recent']}, block {regions['block']}"
+    )
+    print_table(title, ("layers", "is", "because", "keys", "values"), rows)
+    biases = [
+        (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values())) for layer in result["layers"] if layer["k_proj_bias"]
+    ]
+    if biases:
+        print_table("k_proj bias", ("layer", "norm", "largest", "median"), biases, numeric=("layer", "norm", "largest", "median"))
+    for warning in result["warnings"]:
+        print(f"warning: {warning}")
+    if not result["warnings"]:
+        print("no warnings")
+
+
+def _side_text(side: dict[str, Any]) -> str:
+    options = {
+        key: value
+        for key, value in side.items()
+        if key not in ("codec", "stored_bits", "packing", "channels", "block") and value is not False
+    }
+    text = ", ".join(key if value is True else f"{key} {value}" for key, value in options.items())
+    packing = side.get("packing")
+    if packing:
+        text += f"; packed in planes of {packing['plane_channels']} channels, {packing['tokens_per_word_row']} tokens per word row"
+        text += f", {packing['padding_channels']} channels of padding" if packing["padding_channels"] else ""
+    return f"{side['stored_bits']:.2f} bits stored: {text}"

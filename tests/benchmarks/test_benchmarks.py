@@ -1,0 +1,70 @@
+"""The benchmarks run, their rows say what was measured, and the tables are made from them."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from benchmarks import attention, decode_step, tables
+from benchmarks.common import Report
+
+CACHES = ("kivi:bits=4", "innerq")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("results")
+    small = ["--quick", "--head-dim", "32", "--cache", *CACHES]
+    attention.main([*small, "--kv-heads", "2", "--group", "2", "--json", str(folder / "attention.json")])
+    decode_step.main([*small, "--layers", "1", "--json", str(folder / "decode_step.json")])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "implementations"),
+    [
+        ("attention", ("one dot, float32", "one dot, query first, float32", "one dot, bfloat16", *CACHES)),
+        ("decode_step", ("dense", *CACHES)),
+    ],
+)
+def test_a_report_has_a_row_for_each_implementation(results: pathlib.Path, name: str, implementations: tuple[str, ...]):
+    report = Report.read(results / f"{name}.json")
+    assert tuple(row.implementation for row in report.rows) == implementations
+    assert report.baseline == implementations[0]
+    assert report.rows[0].ratio == 1.0
+    for row in report.rows:
+        assert len(row.samples_ms) == 3, row.implementation
+        assert row.best_ms <= row.median_ms, row.implementation
+        assert row.error < (1e-2 if row.dtype == "bfloat16" else 1e-4), f"{row.implementation}: {row.error=}"
+        assert row.peak_bytes > row.cache_bytes > 0, row.implementation
+    sizes = {row.implementation: row.cache_bytes for row in report.rows}
+    assert sizes["kivi:bits=4"] < sizes[implementations[0]]
+
+
+def test_reports_are_read_as_they_were_written(results: pathlib.Path, tmp_path: pathlib.Path):
+    report = Report.read(results / "attention.json")
+    report.write(tmp_path / "again.json")
+    assert Report.read(tmp_path / "again.json") == report
+
+
+def test_tables_hold_the_measured_numbers(results: pathlib.Path):
+    tables.main(["--folder", str(results)])
+    made = (results / "README.md").read_text(encoding="utf-8")
+    for name in ("attention", "decode_step"):
+        for row in Report.read(results / f"{name}.json").rows:
+            assert f"| 256 | {row.implementation} | {row.median_ms:.2f} | {row.best_ms:.2f} | {row.ratio:.2f} |" in made, row.implementation
+
+
+def test_a_folder_without_results_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        tables.main(["--folder", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "no results in" in capsys.readouterr().err
+
+
+def test_committed_tables_are_those_of_the_committed_results():
+    if not list(tables.RESULTS.glob("*.json")):
+        pytest.skip("no results are committed")
+    committed = (tables.RESULTS / "README.md").read_text(encoding="utf-8")
+    assert committed == tables.render(tables.RESULTS), "run `python -m benchmarks.tables`"

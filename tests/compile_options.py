@@ -1,0 +1,11 @@
+"""How tests compile. Their programs run for milliseconds: without LLVM's optimizations they compile several times faster."""
+
+from __future__ import annotations
+
+import jax
+
+# JAX 0.10 knows this option; later versions refuse to start with it.
+_EMITTERS = "xla_cpu_use_fusion_emitters" if jax.__version_info__ < (0, 11) else None
+QUICK_COMPILE = {"xla_backend_optimization_level": 0} | ({_EMITTERS: False} if _EMITTERS else {})
+USUAL_COMPILE = {"xla_backend_optimization_level": 3} | ({_EMITTERS: True} if _EMITTERS else {})  # for tests of what a compiler makes
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK_COMPILE.items())

@@ -1,0 +1,126 @@
+"""Cache algebra: trimmed, picked, repeated and merged rows are the rows that were there, and decoding goes on from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from tests.compile_options import QUICK_COMPILE
+from tests.kvq_jax.cache_runs import LENGTHS, continued, filled, rows_of
+from tests.kvq_jax.layer_runs import differences, live, row_errors
+from tests.methods_table import MethodCase, cases
+
+trim = jax.jit(kvq.trim, compiler_options=QUICK_COMPILE)
+
+
+def assert_same_rows(found: kvq.Cache, expected: kvq.Cache, found_rows: list[int], expected_rows: list[int]) -> None:
+    """Bitwise: rows `found_rows` of one cache are rows `expected_rows` of the other, in every leaf."""
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[found_rows], np.asarray(other)[expected_rows], err_msg=jax.tree_util.keystr(path))
+
+
+@cases()
+def test_trim_keeps_what_the_remaining_tokens_stood_for(case: MethodCase):
+    cache = filled(case.spec)
+    kept = np.array([90, 89, 85, 60, 37, 17, 3, 0], np.int32)  # of rows with 90 tokens each
+    short = trim(cache, kept)
+    np.testing.assert_array_equal(short.lengths, kept)
+    assert jax.tree.structure(short) == jax.tree.structure(cache)
+    for layer, (before, after) in enumerate(zip(rows_of(cache), rows_of(short), strict=True)):
+        for side in (0, 1):
+            alive = (np.arange(cache.capacity) < kept[:, None])[:, None, :, None]
+            np.testing.assert_array_equal(after[side], np.where(alive, before[side], 0), err_msg=f"{layer=} {side=}")
+
+
+@cases()
+def test_a_trimmed_cache_decodes_like_its_reference(case: MethodCase):
+    cache = filled(case.spec)
+    kept = np.array([90, 80, 75, 60, 37, 17, 3, 0], np.int32)
+    out, want = continued(trim(cache, kept), np.minimum(kept + 8, 90), seed=7)
+    decoded = np.isfinite(want)[..., 0]
+    error = row_errors(out, want)[decoded].max()
+    assert error <= 1e-5, f"relative error {error:.1e}"
+
+
+@cases("kivi2", "innerq2", "dense")
+def test_trim_inside_the_window_undoes_appends_exactly(case: MethodCase):
+    n = np.full(8, 36, np.int32)
+    long, short = filled(case.spec, (38,) * 8), filled(case.spec, (36,) * 8)
+    assert long.plans[0].regions.body(38) == long.plans[0].regions.body(36), "these lengths age a block"
+    found = trim(long, n)
+    for layer, plan in enumerate(long.plans):
+        assert not differences(live(plan, found.layers[layer], n), live(plan, short.layers[layer], n)), f"{layer=}"
+
+
+def test_a_row_trimmed_to_nothing_is_as_new():
+    cache = trim(filled("innerq:sink=4,recent=8,block=16"), np.zeros(8, np.int32))
+    for state in cache.layers:
+        for stat in jax.tree.leaves(state.stats):
+            np.testing.assert_array_equal(stat, 1)
+
+
+def test_trim_never_lengthens_a_row():
+    cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
+    found = trim(cache, np.full(8, 1000, np.int32))
+    np.testing.assert_array_equal(found.lengths, cache.lengths)
+    assert_same_rows(found, cache, list(range(8)), list(range(8)))
+
+
+@cases("kivi4_group8", "innerq2", "mixed", "dense")
+def test_rows_are_selected_reordered_and_repeated(case: MethodCase):
+    cache = filled(case.spec, LENGTHS)
+    assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 2])
+    assert_same_rows(jax.jit(kvq.select_rows)(cache, jnp.arange(8)[::-1]), cache, list(range(8)), list(range(8))[::-1])
+    twice = kvq.repeat_rows(cache, 2)
+    assert twice.batch == 16
+    assert_same_rows(twice, cache, list(range(16)), [i // 2 for i in range(16)])
+    with pytest.raises(AssertionError):
+        assert_same_rows(kvq.select_rows(cache, [5, 2, 2]), cache, [0, 1, 2], [5, 2, 3])
+
+
+@cases("kivi4_group8", "innerq2", "mixed", "dense")
+def test_merged_rows_are_those_of_both_caches(case: MethodCase):
+    first, second = filled(case.spec, LENGTHS), kvq.select_rows(filled(case.spec), [1, 3])
+    merged = kvq.merge_rows(first, second)
+    assert_same_rows(merged, first, list(range(8)), list(range(8)))
+    assert_same_rows(merged, second, [8, 9], [0, 1])
+    assert jax.tree.structure(merged) == jax.tree.structure(first)
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("spec", {"spec": "kivi:bits=4,sink=0,recent=12,block=16"}),
+        ("capacity", {"capacity": 91}),
+        ("dtype", {"dtype": "bfloat16"}),
+        ("dims", {"num_hidden_layers": 3}),
+    ],
+)
+def test_caches_that_differ_are_not_merged(field: str, other: dict):
+    cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
+    dims = dataclasses.replace(cache.dims, num_hidden_layers=other.get("num_hidden_layers", cache.dims.num_hidden_layers))
+    changed = kvq.init_cache(other.get("spec", cache.spec), dims, 1, other.get("capacity", cache.capacity), other.get("dtype", cache.dtype))
+    with pytest.raises(ValueError, match=rf"\Acaches of different {field} [^\n]+\Z"):
+        kvq.merge_rows(cache, changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: kvq.select_rows(c, [8]), "row 8"),
+        (lambda c: kvq.select_rows(c, [-1]), "row -1"),
+        (lambda c: kvq.select_rows(c, []), "vector of row numbers"),
+        (lambda c: kvq.select_rows(c, [[0]]), "vector of row numbers"),
+        (lambda c: kvq.select_rows(c, [0.5]), "vector of row numbers"),
+        (lambda c: kvq.repeat_rows(c, 0), "repeats=0"),
+        (lambda c: kvq.trim(c, [1, 2]), r"lengths must be \[8\]"),
+    ],
+)
+def test_arguments_that_name_no_rows_are_refused(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call(filled("dense:sink=2,recent=5,block=8"))
