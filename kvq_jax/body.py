@@ -1,8 +1,9 @@
 """The arrays of a cache's body: how they are described, stored, read in chunks and written block by block.
 
-A codec describes its body as a tree of `Leaf`; the state holds arrays of the same tree. bfloat16 is stored as the uint16 that holds its
-bits: XLA's CPU backend widens a bfloat16 slice by converting the whole array to float32, each step; integers it moves as they are
-(docs/decisions.md). Everything here takes and returns values in the leaf's own dtype, but for `stored` trees as the state holds them.
+A codec describes its body as a tree of `Leaf`; the state holds arrays of the same tree. 16-bit floats are stored as the uint16 that holds their
+bits: XLA's CPU backend widens a slice of them by converting the whole array to float32, each step; integers it moves as they are
+(docs/decisions.md). Everything here takes and returns values in the leaf's own dtype, but for `stored` trees, which are as the state
+holds them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class Leaf:
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
         """What the state stores."""
-        return jax.ShapeDtypeStruct(self.shape, jnp.dtype("uint16" if self.dtype == "bfloat16" else self.dtype))
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype("uint16" if self._as_bits else self.dtype))
+
+    @property
+    def _as_bits(self) -> bool:
+        return self.dtype in ("bfloat16", "float16")
 
     @property
     def entries(self) -> int:
@@ -37,10 +42,10 @@ class Leaf:
         return self.shape[self.token_axis]
 
     def load(self, stored: Array) -> Array:
-        return lax.bitcast_convert_type(stored, jnp.bfloat16) if self.dtype == "bfloat16" else stored
+        return lax.bitcast_convert_type(stored, jnp.dtype(self.dtype)) if self._as_bits else stored
 
     def store(self, values: Array) -> Array:
-        return lax.bitcast_convert_type(values, jnp.uint16) if self.dtype == "bfloat16" else values
+        return lax.bitcast_convert_type(values, jnp.uint16) if self._as_bits else values
 
 
 def load_body(block: Tree, stored: Tree) -> Tree:

@@ -1,10 +1,11 @@
 """The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero.
 
-What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. How a chunk
-meets the query follows the grouped axis, not the side:
+What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. Attention
+decodes a chunk, code * scale + zero, and takes dots with it. InnerQ's algebra, a scale on each partial dot product instead of each element,
 
-    grouped over channels:  q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)              a scale meets a partial sum
-    grouped over tokens:    p . v = sum over token groups of scale * (p_g . code_g) + zero * sum(p_g)
+    q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)
+
+gives the same result. It is for kernels: in XLA on a CPU it is slower (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _CARD = string.Template("""\
@@ -16,8 +16,8 @@ pipeline_tag: text-generation
 # The embedded Llama
 
 A Llama of $parameters parameters that ships with kvq, so that demonstrations, tests and evaluations run on the keys, values and attention
-of a trained model without a network. It is a laboratory animal, not an assistant: its text has the shape of English, code and RFC prose,
-and little sense.
+of a trained model without a network. It is a laboratory animal, not an assistant: it recalls what its context says, and left to itself it
+soon repeats itself.
 
 | | |
 |---|---|
@@ -46,13 +46,20 @@ $samples
 
 ## Training
 
-$steps steps on $tokens tokens ($hours hours on two shared CPU cores), rows and steps per phase `$curriculum`, one row in three synthetic,
-an opening `<|endoftext|>` in every row. Muon for the matrices (update RMS 0.2), AdamW (0.9, 0.95) for embedding and norms, peak learning
-rate $learning_rate, $warmup_steps steps of warm-up, constant, linear decay to zero over the last $decay_steps steps, weight decay
-$weight_decay on matrices, gradient norm clipped to $clip_norm. Loss on held-out training documents at the end: $final_held_out_loss nats
-per token. Curve: loss.png, history.json.
+$steps steps on $tokens tokens ($hours hours on two shared CPU cores): Muon for the matrices (update RMS 0.2), AdamW (0.9, 0.95) for
+embedding and norms, warm-up, then linear decay to zero, gradient norm clipped to 1. Every row opens with `<|endoftext|>`; one row in four
+is synthetic. Loss on held-out training documents at the end: $final_held_out_loss nats per token. Curve: loss.png, history.json.
 
-    python -m models.training.train --corpus CORPUS --out RUN --curriculum $curriculum --decay-steps $decay_steps
+The run was too short to discover recall. It started from weights in which an induction circuit is wired by hand (layers 0 and 1,
+`models/training/initialization.py`) and all weights were then trained. So the first two layers' attention has a designed origin: sharp
+heads that look one and two tokens back, driven by one constant channel (its keys are outliers), and heads that match pairs of
+tokens. Layers 2 and 3 grew from random weights.
+
+Segments (each continued from the checkpoint of the one before; rows and steps per phase count from step 0):
+
+$segments
+
+$commands
     python -m models.training.export --run RUN --out models/embedded --text NAME=FILE ...
 
 Data: 63 MB of text: public-domain books (folklore, novels, poetry, dictionaries of quotations) and speeches (State of the Union and
@@ -63,7 +70,8 @@ made around the training text by `models/training/synthetic.py`.
 
 ## Limits
 
-- A short training run: the text is poor, facts are not to be believed, and recall is only what the table says.
+- A very short training run: the text is poor, facts are not to be believed, and recall is only what the table says.
+- Recall rests on circuits that were wired before training. It shows how cache methods treat such circuits, not how models learn them.
 - Few training rows were as long as the context; quality falls towards its end.
 - Perplexities here compare cache methods with one another on this model. They say nothing about larger models.
 """)
@@ -73,7 +81,7 @@ def model_card(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """README.md of the shipped directory."""
     training = results["training"]
     return _CARD.substitute(
-        {**config, **training["plan"]},
+        config,
         parameters=f"{training['parameters']:,}",
         window=results["window"],
         text_table=_text_table(results["texts"]),
@@ -83,7 +91,8 @@ def model_card(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         steps=f"{training['steps']:,}",
         tokens=f"{training['tokens']:,}",
         hours=f"{training['hours']:.1f}",
-        curriculum=training["curriculum"],
+        segments=_segment_table(training["segments"]),
+        commands=_commands(training["segments"], training["steps"]),
         final_held_out_loss=f"{training['final_held_out_loss']:.3f}",
     )
 
@@ -99,6 +108,27 @@ def _text_table(texts: Mapping[str, Mapping[str, float]]) -> str:
 def _recall_table(recall: Mapping[Any, Mapping[str, float]]) -> str:
     rows = [f"| {distance} | {100 * score['exact']:.0f} % | {100 * score['digits']:.0f} % |" for distance, score in recall.items()]
     return "\n".join(["| tokens between | whole key right | digits right |", "|---|---|---|", *rows])
+
+
+def _segment_table(segments: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        f"| {segment['from_step']} | {segment['curriculum']} | {segment['learning_rate']} | {segment['embedding_rate']} |"
+        f" {segment['warmup_steps']} | {segment['decay_steps']} of {segment['total_steps']} | {segment['weight_decay']} |"
+        for segment in segments
+    ]
+    names = "| from step | curriculum | peak learning rate | embedding's share | warm-up | decay steps | weight decay |"
+    return "\n".join([names, "|---|---|---|---|---|---|---|", *rows])
+
+
+def _commands(segments: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """The command of each segment; the last one runs to its end."""
+    ends = [segment["from_step"] for segment in segments[1:]] + [steps]
+    return "\n".join(
+        f"    python -m models.training.train --corpus CORPUS --out RUN --curriculum {segment['curriculum']}"
+        f" --learning-rate {segment['learning_rate']} --embedding-rate {segment['embedding_rate']}"
+        f" --warmup-steps {segment['warmup_steps']} --decay-steps {segment['decay_steps']} --until {end}"
+        for segment, end in zip(segments, ends, strict=True)
+    )
 
 
 def _quoted(text: str) -> str:

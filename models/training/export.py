@@ -17,7 +17,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
-from transformers import PreTrainedTokenizerFast
 
 from models.checkpoint import load_llama, save_llama
 from models.config import LlamaConfig
@@ -25,7 +24,7 @@ from models.llama import abstract_llama
 from models.training import state
 from models.training.card import model_card
 from models.training.evaluate import greedy_text, passkey_recall, score_text
-from models.training.tokenizer import load_tokenizer
+from models.training.tokenizer import load_tokenizer, save_tokenizer
 from models.training.train import plot_history, read_history
 
 SAMPLE_PROMPTS = (
@@ -49,9 +48,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         metavar="NAME=FILE",
         help="held-out text to score (repeatable); the first also fills the recall prompts",
     )
-    parser.add_argument("--characters", type=int, default=200_000, help="characters of each text (default %(default)s)")
+    parser.add_argument("--characters", type=int, default=100_000, help="characters of each text (default %(default)s)")
     parser.add_argument("--window", type=int, default=1024, help="tokens scored without context from before (default %(default)s)")
-    parser.add_argument("--trials", type=int, default=40, help="pass-key prompts per distance (default %(default)s)")
+    parser.add_argument("--trials", type=int, default=25, help="pass-key prompts per distance (default %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -64,8 +63,8 @@ def ship(run: Path, out: Path) -> None:
         for name, leaf in weights.items()
         if name.startswith("parameters/")
     }
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run, local_files_only=True)
-    save_llama(state.with_parameters(abstract_llama(config, jnp.bfloat16), parameters), out, tokenizer)
+    save_llama(state.with_parameters(abstract_llama(config, jnp.bfloat16), parameters), out)
+    save_tokenizer(load_tokenizer(run), out, config.max_position_embeddings)
     generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_ids[0], "pad_token_id": config.eos_token_ids[0]}
     (out / "generation_config.json").write_text(json.dumps(generation | {"do_sample": False}, indent=2) + "\n")
     plot_history(read_history(run), out / "loss.png")
@@ -96,7 +95,7 @@ def training_facts(run: Path) -> dict[str, Any]:
         "tokens": int(np.sum([entry["tokens"] for entry in history])),
         "hours": float(np.sum([entry["seconds"] for entry in history])) / 3600,
         "final_held_out_loss": next(entry["held_out_loss"] for entry in reversed(history) if "held_out_loss" in entry),
-        **notes,
+        "segments": notes["segments"],
     }
 
 

@@ -17,14 +17,13 @@ from models.llama import Llama
 
 Parameters: TypeAlias = dict[str, jax.Array]
 
-EMBEDDING_RATE = 0.2  # learning rate of embedding and norms relative to that of the matrices
-
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPlan:
-    """Warm-up, constant, then linear decay to zero over the last `decay_steps`: the length can be changed until the decay begins."""
+    """Warm-up, constant, then linear decay to zero over the last `decay_steps`; embedding and norms learn at `embedding_rate` of that."""
 
     learning_rate: float
+    embedding_rate: float
     warmup_steps: int
     decay_steps: int
     total_steps: int
@@ -56,7 +55,7 @@ def make_optimizer(plan: OptimizerPlan) -> optax.GradientTransformation:
 
     Source: Jordan et al., Muon; update size 0.2 after Liu et al., Muon is Scalable for LLM Training.
     """
-    adamw = optax.adamw(lambda step: EMBEDDING_RATE * plan.rate(step), b1=0.9, b2=0.95, weight_decay=0.0)
+    adamw = optax.adamw(lambda step: plan.embedding_rate * plan.rate(step), b1=0.9, b2=0.95, weight_decay=0.0)
     muon = optax.contrib.muon(plan.rate, consistent_rms=0.2, weight_decay=plan.weight_decay)
     return optax.chain(
         optax.clip_by_global_norm(plan.clip_norm),

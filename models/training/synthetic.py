@@ -67,7 +67,8 @@ class SyntheticRows:
         while (room := length - len(row) - 1) >= SHORTEST_DOCUMENT:
             budget = int(np.exp(rng.uniform(np.log(SHORTEST_DOCUMENT), np.log(room + 1))))
             document = self.document(min(budget, room), rng)
-            row.add([self.end_id], 0.0) if len(row) else None
+            if len(row):
+                row.add([self.end_id], 0.0)
             row.tokens += document.tokens
             row.weights += document.weights
         row.add(self._real_text(length - len(row), rng), 1.0)
@@ -119,7 +120,7 @@ class SyntheticRows:
         written: list[tuple[list[int], list[int]]] = []
         draft = Draft()
         while len(draft) < 0.6 * budget:
-            key = self._encode(f"{self._word(rng)}: ".rstrip(" ") + (" " if numeric else ""))
+            key = self._encode(f"{self._word(rng)}: " if numeric else f"{self._word(rng)}:")
             value = self._encode(_digits(rng, 4) if numeric else f" {self._word(rng)}")
             written.append((key, value))
             draft.add([*key, *value, *self._encode("\n")], 0.0)
@@ -156,7 +157,7 @@ class SyntheticRows:
         return (sentence * (length // len(sentence) + 1))[:length]
 
     def _word(self, rng: np.random.Generator) -> str:
-        """Two or three syllables or letters that are in no dictionary."""
+        """Three to six random letters."""
         return "".join(rng.choice(LETTERS, int(rng.integers(3, 7))))
 
 

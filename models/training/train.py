@@ -36,7 +36,7 @@ from models.training.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenize
 
 PROBE_LENGTH = 1024
 PROBE_ROWS = 6
-DEFAULT_CURRICULUM = "256:350,512:100,1024:200,2048:125"
+DEFAULT_CURRICULUM = "256:600,512:300,1024:300,2048:100"
 ROPE_THETA = 500_000.0  # many slow pairs: content can be matched over the whole context
 
 
@@ -67,13 +67,19 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--curriculum",
         default=DEFAULT_CURRICULUM,
         help="row length and steps of each phase, for example 256:800,1024:400 (default %(default)s);\n"
-        "phases not yet begun may be changed when a run is continued",
+        "phases not yet begun, and the rates, may be changed when a run is continued",
     )
     parser.add_argument(
-        "--decay-steps", type=int, default=675, help="the learning rate falls linearly to zero over the last N steps (default %(default)s)"
+        "--decay-steps", type=int, default=1200, help="the learning rate falls linearly to zero over the last N steps (default %(default)s)"
     )
     parser.add_argument("--warmup-steps", type=int, default=20, help="steps of rising learning rate (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=4.5e-3, help="peak learning rate (default %(default)s)")
+    parser.add_argument(
+        "--embedding-rate",
+        type=float,
+        default=0.4,
+        help="learning rate of embedding and norms relative to the matrices (default %(default)s)",
+    )
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of the matrices (default %(default)s)")
     parser.add_argument("--tokens-per-step", type=int, default=2048, help="tokens of one update (default %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=2048, help="byte-level BPE tokens (default %(default)s)")
@@ -91,6 +97,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         default="induction",
         help="start with an induction circuit wired into layers 0 and 1, or all random (default %(default)s)",
     )
+    parser.add_argument("--until", type=int, help="stop after this step, resumably (default: the end of the curriculum)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows (default %(default)s)")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between checkpoints (default %(default)s)")
     parser.add_argument("--probe-every", type=int, default=75, help="steps between held-out losses (default %(default)s)")
@@ -153,15 +160,17 @@ def make_probe_function(llama: Llama, probe: Probe) -> Callable[[state.Parameter
     """Held-out loss in nats per token, and the share of answer tokens that the model ranks first."""
 
     @jax.jit
-    def measure(parameters: state.Parameters, text_row: jax.Array, synthetic_row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        candidate = state.with_parameters(llama, parameters)
-        right = jnp.argmax(training_logits(candidate, synthetic_row[:, :-1]), -1) == synthetic_row[:, 1:]
-        return jnp.mean(token_losses(candidate, text_row)), right
+    def text_loss(parameters: state.Parameters, row: jax.Array) -> jax.Array:
+        return jnp.mean(token_losses(state.with_parameters(llama, parameters), row))
+
+    @jax.jit
+    def ranked_first(parameters: state.Parameters, row: jax.Array) -> jax.Array:
+        return jnp.argmax(training_logits(state.with_parameters(llama, parameters), row[:, :-1]), -1) == row[:, 1:]
 
     def run(parameters: state.Parameters) -> dict[str, float]:
-        measured = [measure(parameters, t[None], s[None]) for t, s in zip(probe.text_rows, probe.synthetic_rows, strict=True)]
-        right = np.concatenate([np.asarray(r) for _, r in measured])
-        return {"held_out_loss": float(np.mean([loss for loss, _ in measured])), "answer_accuracy": float(right[probe.answers].mean())}
+        losses = [text_loss(parameters, row[None]) for row in probe.text_rows]
+        right = np.concatenate([ranked_first(parameters, row[None]) for row in probe.synthetic_rows])
+        return {"held_out_loss": float(np.mean(losses)), "answer_accuracy": float(right[probe.answers].mean())}
 
     return run
 
@@ -172,13 +181,15 @@ def train(
     """Runs from the checkpoint in `out`, or from the weights of `llama`, to the end of the curriculum."""
     optimizer = state.make_optimizer(plan)
     history = read_history(out)
-    progress = _start(llama, optimizer, out)
+    progress, segments = _start(llama, optimizer, out)
     history = [entry for entry in history if entry["step"] <= progress.step]
+    segments = [*segments, {"from_step": progress.step, "curriculum": options.curriculum, **dataclasses.asdict(plan)}]
     step_function, probe_function = make_step(llama, optimizer), make_probe_function(llama, probe)
     best = min((entry["held_out_loss"] for entry in history if "held_out_loss" in entry), default=float("inf"))
     stop = _stop_requested()
     clock = time.monotonic()
-    last = progress.step >= plan.total_steps
+    until = min(options.until or plan.total_steps, plan.total_steps)
+    last = progress.step >= until
     while not last:
         batch = source.batch(progress.step)
         parameters, optimizer_state, loss = step_function(progress.parameters, progress.optimizer_state, batch.tokens, batch.weights)
@@ -187,14 +198,14 @@ def train(
         clock, entry["seconds"] = time.monotonic(), time.monotonic() - clock
         history.append(entry)
         finished = progress.step == plan.total_steps
-        last = finished or stop.is_set()
+        last = progress.step >= until or stop.is_set()
         if finished or progress.step % options.probe_every == 0:
             entry |= probe_function(parameters)
             if entry["held_out_loss"] < best:
                 best = entry["held_out_loss"]
                 save_file({name: np.asarray(leaf) for name, leaf in parameters.items()}, out / "best.safetensors")
         if last or progress.step % options.checkpoint_every == 0:
-            notes = {"plan": dataclasses.asdict(plan), "curriculum": options.curriculum}
+            notes = {"segments": segments}
             state.save_checkpoint(out / "checkpoint.safetensors", progress.step, parameters, optimizer_state, notes)
             _write_history(out, history)
         if last or progress.step % 10 == 0:
@@ -235,6 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = dataclasses.replace(model_config(options), vocab_size=tokenizer.get_vocab_size())
         plan = state.OptimizerPlan(
             learning_rate=options.learning_rate,
+            embedding_rate=options.embedding_rate,
             warmup_steps=options.warmup_steps,
             decay_steps=options.decay_steps,
             total_steps=sum(phase.steps for phase in curriculum),
@@ -269,15 +281,16 @@ def _stop_requested() -> threading.Event:
     return stop
 
 
-def _start(llama: Llama, optimizer: optax.GradientTransformation, out: Path) -> Progress:
+def _start(llama: Llama, optimizer: optax.GradientTransformation, out: Path) -> tuple[Progress, list[dict[str, Any]]]:
+    """Where the run stands, and the settings of the segments that led there."""
     parameters = state.parameters_of(llama)
     optimizer_state = optimizer.init(parameters)
     checkpoint = out / "checkpoint.safetensors"
     if not checkpoint.exists():
-        return Progress(0, parameters, optimizer_state)
+        return Progress(0, parameters, optimizer_state), []
     step, notes = state.checkpoint_notes(checkpoint)
-    print(f"continuing at step {step}, saved under {notes}", flush=True)
-    return Progress(step, *state.load_checkpoint(checkpoint, parameters, optimizer_state))
+    print(f"continuing at step {step}", flush=True)
+    return Progress(step, *state.load_checkpoint(checkpoint, parameters, optimizer_state)), notes["segments"]
 
 
 def read_history(out: Path) -> list[dict[str, Any]]:

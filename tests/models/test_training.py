@@ -92,12 +92,12 @@ def test_curriculum_errors_name_what_is_expected(text, problem):
 
 
 def test_real_rows_walk_through_the_shuffled_stream_once(tokenizer):
-    stream = np.arange(8 * corpus.WINDOW, dtype=np.uint16) % 60_000 + 1
+    stream = np.arange(16 * corpus.WINDOW, dtype=np.uint16) % 60_000 + 1
     source = corpus.RowSource(stream, SyntheticRows(tokenizer, stream % 300), corpus.parse_curriculum("1024:3,2048:3"), 4096, seed=0)
     rows = [row for step in range(6) for row in source.batch(step).tokens]
     real = [row for row in rows if np.all(np.diff(row[1:]) == 1)]
     starts = [int(row[1]) for row in real]
-    assert len(real) == 12, f"{len(real)} of {len(rows)} rows are consecutive tokens of the stream: one long row in three is synthetic"
+    assert len(real) == 14, f"{len(real)} of {len(rows)} rows are consecutive tokens of the stream: one row in four is synthetic"
     covered = [start + offset for start, row in zip(starts, real, strict=True) for offset in range(len(row) - 1)]
     assert len(covered) == len(set(covered)), "a token of the stream was read twice"
     assert all(row[0] == 0 for row in rows), "every row opens with END_OF_TEXT"
@@ -131,9 +131,10 @@ def test_synthetic_rows_have_the_asked_length_and_a_weight_per_target(tokenizer,
 
 def test_training_logits_equal_the_models_forward_pass(llama):
     tokens = jax.random.randint(jax.random.key(1), (2, 600), 0, llama.config.vocab_size)  # more than two query blocks
-    expected = forward(llama, tokens)
-    np.testing.assert_allclose(training_logits(llama, tokens), expected, atol=2e-5)
-    altered = training_logits(llama, tokens.at[:, 0].add(1))
+    logits = jax.jit(training_logits)
+    expected = jax.jit(forward)(llama, tokens)
+    np.testing.assert_allclose(logits(llama, tokens), expected, atol=2e-5)
+    altered = logits(llama, tokens.at[:, 0].add(1))
     assert float(jnp.abs(altered - expected)[:, -1].max()) > 1e-4, "the last logits must depend on the first token"
 
 
@@ -145,7 +146,9 @@ def test_the_gradient_is_that_of_the_plain_loss_and_ignores_tokens_without_weigh
         log_probabilities = jax.nn.log_softmax(forward(model, rows[:, :-1]))
         return -jnp.take_along_axis(log_probabilities, rows[:, 1:, None], axis=-1)[:, :20].mean()
 
-    expected, found = (state.parameters_of(jax.grad(loss)(llama)) for loss in (plain, lambda model: weighted_loss(model, rows, weights)))
+    expected, found = (
+        state.parameters_of(jax.jit(jax.grad(loss))(llama)) for loss in (plain, lambda model: weighted_loss(model, rows, weights))
+    )
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], atol=2e-6, err_msg=name)
 
@@ -167,20 +170,20 @@ def test_a_wired_model_repeats_what_it_has_read_before_any_training():
     segment = jax.random.randint(jax.random.key(3), (1, 100), 1, 400)
     rows = jnp.concatenate([jnp.zeros((1, 1), segment.dtype), segment, segment, segment], axis=1)
     repeated = {}
-    for name, model in (("random", random), ("wired", wire_induction(random, seed=0))):
-        right = jnp.argmax(training_logits(model, rows[:, :-1]), -1) == rows[:, 1:]
+    for name, model in (("random", random), ("wired", wire_induction(random, np.ones(400), seed=0))):
+        right = jnp.argmax(jax.jit(training_logits)(model, rows[:, :-1]), -1) == rows[:, 1:]
         repeated[name] = float(right[:, 102:].mean())
-    assert repeated["wired"] > 0.9, f"{repeated=}: share of the repeated tokens ranked first"
+    assert repeated["wired"] > 0.8, f"{repeated=}: share of the repeated tokens ranked first"
     assert repeated["random"] < 0.1, f"{repeated=}: the random model must not know them"
 
 
 def test_wiring_refuses_a_model_of_another_shape(llama):
     shape = dataclasses.replace(llama.config, num_attention_heads=2)
     with pytest.raises(ValueError, match="num_attention_heads=2 must be 4"):
-        wire_induction(Llama(shape, rngs=nnx.Rngs(0)), seed=0)
+        wire_induction(Llama(shape, rngs=nnx.Rngs(0)), np.ones(shape.vocab_size), seed=0)
 
 
-def toy_run(directory: Path, curriculum: str) -> int:
+def toy_run(directory: Path, curriculum: str, *more: str) -> int:
     corpus_dir = directory / "corpus"
     if not corpus_dir.exists():
         corpus_dir.mkdir(parents=True)
@@ -189,14 +192,14 @@ def toy_run(directory: Path, curriculum: str) -> int:
     sizes += " --warmup-steps 2 --decay-steps 1 --initialization random"
     places = ["--corpus", str(corpus_dir), "--out", str(directory / "run"), "--curriculum", curriculum, "--probe-every", "1000"]
     with jax.numpy_dtype_promotion("standard"):  # optax's bias correction mixes Python floats and int32 counts
-        return train.main([*places, *sizes.split()])
+        return train.main([*places, *sizes.split(), *more])
 
 
 def test_a_resumed_run_ends_with_the_parameters_of_an_uninterrupted_one(tmp_path):
-    assert toy_run(tmp_path / "whole", "128:5,256:15") == 0
-    assert toy_run(tmp_path / "parts", "128:5,256:3") == 0
+    assert toy_run(tmp_path / "whole", "128:20") == 0
+    assert toy_run(tmp_path / "parts", "128:20", "--until", "8") == 0
     halfway = load_file(tmp_path / "parts/run/checkpoint.safetensors")
-    assert toy_run(tmp_path / "parts", "128:5,256:15") == 0
+    assert toy_run(tmp_path / "parts", "128:20") == 0
     whole, resumed = (load_file(tmp_path / f"{name}/run/checkpoint.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == resumed.keys()
     for name in whole:
@@ -212,7 +215,7 @@ def test_a_resumed_run_ends_with_the_parameters_of_an_uninterrupted_one(tmp_path
 
 def test_a_checkpoint_of_another_model_is_refused_by_tensor_name(llama, tmp_path):
     parameters = state.parameters_of(llama)
-    optimizer = state.make_optimizer(state.OptimizerPlan(1e-3, 1, 1, 2, 0.0, 1.0))
+    optimizer = state.make_optimizer(state.OptimizerPlan(1e-3, 1.0, 1, 1, 2, 0.0, 1.0))
     optimizer_state = optimizer.init(parameters)
     state.save_checkpoint(tmp_path / "c.safetensors", 3, parameters, optimizer_state, {"curriculum": "256:1"})
     assert state.checkpoint_notes(tmp_path / "c.safetensors") == (3, {"curriculum": "256:1"})
@@ -222,7 +225,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor_name(llama, tmp_path
 
 
 def test_learning_rate_rises_stays_and_falls_to_zero():
-    plan = state.OptimizerPlan(learning_rate=2.0, warmup_steps=4, decay_steps=5, total_steps=20, weight_decay=0.0, clip_norm=1.0)
+    plan = state.OptimizerPlan(
+        learning_rate=2.0, embedding_rate=1.0, warmup_steps=4, decay_steps=5, total_steps=20, weight_decay=0.0, clip_norm=1.0
+    )
     rates = [float(plan.rate(step)) for step in (0, 3, 10, 15, 19, 20)]
     np.testing.assert_allclose(rates, [0.5, 2.0, 2.0, 2.0, 0.4, 0.0])
 
