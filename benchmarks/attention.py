@@ -124,7 +124,7 @@ def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> Array:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("attention", __doc__.partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=15)
+    made = parser("attention", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=15)
     made.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head")
     made.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
     made.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")

@@ -100,7 +100,7 @@ class Candidate:
 
     implementation: str
     dtype: str
-    step: Callable[[], None]
+    step: Callable[[], object]
     error: float
     cache_bytes: int
     memory: Any  # jax's CompiledMemoryStats
@@ -185,7 +185,8 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
         jax.tree.map(values, codec.body(1, 1, plan.regions.block), side) for codec, side in zip(plan.codecs, layout.body, strict=True)
     )
     windows = jax.tree.map(lambda struct: floats(struct.shape, struct.dtype), (layout.sink, layout.ring))
-    return LayerState(*windows, body, plan.init(batch, dtype).stats)
+    sink, ring = windows
+    return LayerState(sink, ring, body, plan.init(batch, dtype).stats)
 
 
 def relative_error(found: jax.Array, expected: jax.Array) -> float:

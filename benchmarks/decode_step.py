@@ -90,7 +90,7 @@ def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("decode_step", __doc__.partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
+    made = parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
     made.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
     made.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
     args = parsed(made, argv)

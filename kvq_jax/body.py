@@ -1,7 +1,7 @@
 """The arrays of a cache's body: how they are described, stored, read in chunks and written block by block.
 
-A codec describes its body as a tree of `Leaf`; the state holds arrays of the same tree. 16-bit floats are stored as the uint16 that holds their
-bits: XLA's CPU backend widens a slice of them by converting the whole array to float32, each step; integers it moves as they are
+A codec describes its body as a tree of `Leaf`; the state holds arrays of the same tree. 16-bit floats are stored as the uint16 that holds
+their bits: XLA's CPU backend widens a slice of them by converting the whole array to float32, each step; integers it moves as they are
 (docs/decisions.md). Everything here takes and returns values in the leaf's own dtype, but for `stored` trees, which are as the state
 holds them.
 """

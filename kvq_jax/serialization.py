@@ -48,7 +48,7 @@ def fingerprint(tree: Tree) -> str:
     for leaf in jax.tree.leaves(tree):
         array = np.ascontiguousarray(leaf)
         digest.update(f"{array.dtype.name}{np.shape(leaf)}".encode())
-        digest.update(array.reshape(-1).view(np.uint8))
+        digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

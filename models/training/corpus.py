@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.training.synthetic import SyntheticRows
-from models.training.tokenizer import END_OF_TEXT
+from models.training.tokenizer import END_ID, END_OF_TEXT
 
 WINDOW = 2048  # the stream is shuffled in windows of this many tokens; row lengths divide it
 HELD_OUT_ONE_IN = 100
@@ -73,7 +73,7 @@ def split_documents(documents: Sequence[str], one_in: int = HELD_OUT_ONE_IN) -> 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> TokenArray:
     """One stream [tokens] uint16: every document followed by END_OF_TEXT."""
-    end = np.array([tokenizer.token_to_id(END_OF_TEXT)], np.uint16)
+    end = np.array([END_ID], np.uint16)
     parts: list[np.ndarray] = []
     for start in range(0, len(documents), 64):
         for encoding in tokenizer.encode_batch(documents[start : start + 64], add_special_tokens=False):
@@ -120,7 +120,7 @@ class RowSource:
         epoch, window = divmod(position // WINDOW, windows)
         order = np.random.default_rng((self.seed, epoch)).permutation(windows)
         start = order[window] * WINDOW + position % WINDOW
-        return opened(self.stream[start : start + length], self.synthetic.end_id), np.ones(length, np.float32)
+        return opened(self.stream[start : start + length]), np.ones(length, np.float32)
 
 
 def _real_rows(rows: int) -> int:
@@ -128,15 +128,15 @@ def _real_rows(rows: int) -> int:
     return rows - rows // SYNTHETIC_ONE_IN
 
 
-def opened(tokens: TokenArray, end_id: int) -> TokenArray:
+def opened(tokens: TokenArray) -> TokenArray:
     """The tokens after the END_OF_TEXT that opens every row."""
-    return np.concatenate([np.array([end_id], tokens.dtype), tokens])
+    return np.concatenate([np.array([END_ID], tokens.dtype), tokens])
 
 
-def evaluation_rows(stream: TokenArray, length: int, end_id: int, limit: int | None = None) -> np.ndarray:
+def evaluation_rows(stream: TokenArray, length: int, limit: int | None = None) -> np.ndarray:
     """[rows, length + 1] int32: consecutive windows of the stream, each opened by END_OF_TEXT; a shorter tail is dropped."""
     count = len(stream) // length if limit is None else min(limit, len(stream) // length)
     if count == 0:
         raise ValueError(f"{len(stream)=} tokens are fewer than one row of {length=}")
     windows = stream[: count * length].reshape(count, length)
-    return np.concatenate([np.full((count, 1), end_id), windows], axis=1).astype(np.int32)
+    return np.concatenate([np.full((count, 1), END_ID), windows], axis=1).astype(np.int32)

@@ -18,7 +18,7 @@ from models.llama import Llama
 from models.training.corpus import evaluation_rows
 from models.training.objective import token_losses, training_logits
 from models.training.synthetic import PASSKEY_FACT, PASSKEY_PROMPT
-from models.training.tokenizer import END_OF_TEXT
+from models.training.tokenizer import END_ID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TextScore:
 def score_text(llama: Llama, tokenizer: Tokenizer, text: str, window: int = 1024) -> TextScore:
     """Scores consecutive windows of `window` tokens, each after END_OF_TEXT and without earlier context; a shorter tail is dropped."""
     stream = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint16)
-    rows = evaluation_rows(stream, window, tokenizer.token_to_id(END_OF_TEXT))
+    rows = evaluation_rows(stream, window)
     row_losses = jax.jit(lambda model, row: token_losses(model, row).sum())
     nats = float(sum(row_losses(llama, row[None]) for row in rows))
     scored = rows[:, 1:].ravel()
@@ -91,4 +91,4 @@ def _passkey_row(tokenizer: Tokenizer, key: str, filler: list[int]) -> list[int]
     fact, prompt, answer = (
         tokenizer.encode(text, add_special_tokens=False).ids for text in (PASSKEY_FACT.format(key=key), PASSKEY_PROMPT, key)
     )
-    return [tokenizer.token_to_id(END_OF_TEXT), *fact, *filler, *prompt, *answer]
+    return [END_ID, *fact, *filler, *prompt, *answer]

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from safetensors.numpy import load_file, save_file
 
 from models.llama import Llama
@@ -30,7 +31,7 @@ class OptimizerPlan:
     weight_decay: float
     clip_norm: float
 
-    def rate(self, step: jax.Array | int) -> jax.Array:
+    def rate(self, step: ArrayLike) -> jax.Array:
         """Learning rate of a step, 0-based."""
         step = jnp.asarray(step, jnp.float32)
         rising = (step + 1) / self.warmup_steps
@@ -39,7 +40,7 @@ class OptimizerPlan:
 
 
 def parameters_of(llama: Llama) -> Parameters:
-    """The weights by their path, for example 'layers/0/q_proj/kernel'."""
+    """The weights by their path, for example 'layers/0/q_proj/kernel/value'."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(llama)
     return {_name(path): leaf for path, leaf in leaves}
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.training.tokenizer import END_OF_TEXT
+from models.training.tokenizer import END_ID
 
 PASSKEY_FACT = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 PASSKEY_PROMPT = "\nWhat is the pass key? The pass key is "
@@ -57,10 +57,6 @@ class SyntheticRows:
     tokenizer: Tokenizer
     stream: np.ndarray
 
-    @property
-    def end_id(self) -> int:
-        return self.tokenizer.token_to_id(END_OF_TEXT)
-
     def row(self, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(tokens [length + 1], weights [length] fp32): whole documents, then real text up to the length."""
         row = Draft()
@@ -68,11 +64,11 @@ class SyntheticRows:
             budget = int(np.exp(rng.uniform(np.log(SHORTEST_DOCUMENT), np.log(room + 1))))
             document = self.document(min(budget, room), rng)
             if len(row):
-                row.add([self.end_id], 0.0)
+                row.add([END_ID], 0.0)
             row.tokens += document.tokens
             row.weights += document.weights
         row.add(self._real_text(length - len(row), rng), 1.0)
-        return np.array([self.end_id, *row.tokens], np.int32), np.array(row.weights, np.float32)
+        return np.array([END_ID, *row.tokens], np.int32), np.array(row.weights, np.float32)
 
     def document(self, budget: int, rng: np.random.Generator) -> Draft:
         """One document of at most `budget` tokens."""

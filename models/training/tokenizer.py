@@ -13,10 +13,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+END_ID = 0  # the trainer numbers special tokens first
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns `vocab_size` byte-level BPE tokens; id 0 is END_OF_TEXT, the next 256 are the single bytes, so any text has an encoding."""
+    """Learns `vocab_size` byte-level BPE tokens; END_OF_TEXT is END_ID, the next 256 are the single bytes, so any text has an encoding."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -29,9 +30,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    end_id = tokenizer.token_to_id(END_OF_TEXT)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, end_id)]
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, END_ID)]
     )
     return tokenizer
 

@@ -32,7 +32,7 @@ from models.training import corpus, state
 from models.training.initialization import wire_induction
 from models.training.objective import token_losses, training_logits, weighted_loss
 from models.training.synthetic import ANSWER_WEIGHT, SyntheticRows
-from models.training.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
+from models.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 PROBE_LENGTH = 1024
 PROBE_ROWS = 6
@@ -139,7 +139,7 @@ def prepare_data(corpus_dir: Path, out: Path, vocab_size: int) -> tuple[Tokenize
 def make_probe(streams: dict[str, np.ndarray], tokenizer: Tokenizer, length: int = PROBE_LENGTH, rows: int = PROBE_ROWS) -> Probe:
     synthetic = SyntheticRows(tokenizer, streams["held_out"])
     made = [synthetic.row(length, np.random.default_rng((7, row))) for row in range(rows)]
-    text_rows = corpus.evaluation_rows(streams["held_out"], length, tokenizer.token_to_id(END_OF_TEXT), rows)
+    text_rows = corpus.evaluation_rows(streams["held_out"], length, rows)
     return Probe(text_rows, np.stack([tokens for tokens, _ in made]), np.stack([weights == ANSWER_WEIGHT for _, weights in made]))
 
 
@@ -151,7 +151,7 @@ def make_step(llama: Llama, optimizer: optax.GradientTransformation) -> Callable
     ) -> tuple[state.Parameters, Any, jax.Array]:
         loss, gradients = jax.value_and_grad(lambda p: weighted_loss(state.with_parameters(llama, p), rows, weights))(parameters)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
-        return optax.apply_updates(parameters, updates), optimizer_state, loss
+        return jax.tree.map(jnp.add, parameters, updates), optimizer_state, loss
 
     return jax.jit(step, donate_argnums=(0, 1))
 
