@@ -20,7 +20,7 @@ test: $(VENV)/.kvq-test
 lint: $(VENV)/.kvq-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 bench: $(VENV)/.kvq-test
 	$(RUN) -m benchmarks.attention --json benchmarks/results/attention_cpu.json
