@@ -23,8 +23,8 @@ from kvq_jax.rope import Rope
 if TYPE_CHECKING:
     from kvq_jax.layer import LayerPlan, LayerState
 
-BODY_CHUNK = 1024  # body tokens read in one step, at most
-BODY_CHUNK_ELEMENTS = 1 << 19  # their rows of K or of V, the whole batch: 2 MiB in fp32, about a CPU's L2 (docs/decisions.md)
+BODY_CHUNK = 512  # body tokens read in one step, at most
+BODY_CHUNK_ELEMENTS = 1 << 18  # their rows of K or of V, the whole batch: 1 MiB in fp32 stays in a CPU core's cache (docs/decisions.md)
 EXACT_CHUNK = 1024  # exact rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
