@@ -84,8 +84,13 @@ def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"]) -> Float[Ar
     q = q.astype(k.dtype)
     if q.shape[2] >= k.shape[2]:
         return jnp.einsum("bkrh,bkch->bkrc", q, k, preferred_element_type=jnp.float32)
-    # The longer operand on the left: twice as fast in decoding on a CPU, which transposes a copy of the other (docs/decisions.md).
-    return jnp.swapaxes(jnp.einsum("bkch,bkrh->bkcr", k, q, preferred_element_type=jnp.float32), 2, 3)
+    # The longer operand on the left: twice as fast in decoding on a CPU, which transposes a copy of the other (docs/decisions.md). The
+    # reshapes keep XLA from folding the transposition into the dot, which would exchange the operands again.
+    batch, heads, tokens, head_dim = k.shape
+    merged = jnp.einsum(
+        "nch,nrh->ncr", k.reshape(-1, tokens, head_dim), q.reshape(batch * heads, -1, head_dim), preferred_element_type=jnp.float32
+    )
+    return jnp.swapaxes(merged.reshape(batch, heads, tokens, -1), 2, 3)
 
 
 def weigh_rows(p: Float[Array, "B K R C"], v: Float[Array, "B K C H"]) -> Float[Array, "B K R H"]:
