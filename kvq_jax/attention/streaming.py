@@ -23,8 +23,8 @@ from kvq_jax.rope import Rope
 if TYPE_CHECKING:
     from kvq_jax.layer import LayerPlan, LayerState
 
-BODY_CHUNK = 512  # body tokens read in one step, at most
-BODY_CHUNK_ELEMENTS = 1 << 18  # their rows of K or of V, the whole batch: 1 MiB in fp32 stays in a CPU core's cache (docs/decisions.md)
+BODY_CHUNK = 1024  # body tokens read in one step, at most
+BODY_CHUNK_ELEMENTS = 1 << 19  # their rows of K or of V, or their scores, the whole batch: 2 MiB in fp32 (docs/decisions.md)
 EXACT_CHUNK = 1024  # exact rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
@@ -61,9 +61,10 @@ def attend(
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
-def chunk_tokens(block: int, capacity: int, width: int) -> int:
-    """Body tokens read in one step, whole blocks: `width` is the number of elements, K or V, of one token of the whole batch."""
-    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // width)
+def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"]) -> int:
+    """Body tokens that query rows read in one step, whole blocks: neither their rows nor their scores exceed BODY_CHUNK_ELEMENTS."""
+    batch, heads, queries, head_dim = rows.shape
+    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * heads * max(head_dim, queries)))
     return min(max(tokens // block, 1) * block, capacity)
 
 
@@ -140,20 +141,34 @@ def _add_body(view: _View, queries: _Queries, rows: Array, part: online.Part) ->
     size = regions.body_capacity
     if not size:
         return part
-    chunk = chunk_tokens(regions.block, size, rows.shape[0] * rows.shape[1] * rows.shape[3])
+    chunk = chunk_tokens(regions.block, size, rows)
     query = view.plan.k.query(k_params, k_stats, rows)
 
     def step(i: Array, part: online.Part) -> online.Part:
         at, fresh = _window(i, chunk, size)
-        first, blocks = at // regions.block, chunk // regions.block
-        k, v = (load_chunk(codec.body(1, 1, regions.block), b, first, blocks) for codec, b in zip(view.plan.codecs, view.body, strict=True))
         index = at + jnp.arange(chunk)
         held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
-        scores = _scaled(view.plan.k.scores(k_params, k_stats, query, k, held, view.rope), rows)
+
+        def read(side: int, at: Array) -> Tree:
+            leaves = view.plan.codecs[side].body(1, 1, regions.block)
+            return load_chunk(leaves, view.body[side], at // regions.block, chunk // regions.block)
+
+        def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
+            return view.plan.v.weighted(v_params, v_stats, weights, read(1, _after(weights, at)), held, view.rope)
+
+        scores = _scaled(view.plan.k.scores(k_params, k_stats, query, read(0, at), held, view.rope), rows)
         seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
-        return online.extend(part, scores, _per_row(seen, rows), lambda w: view.plan.v.weighted(v_params, v_stats, w, v, held, view.rope))
+        return online.extend(part, scores, _per_row(seen, rows), weigh)
 
     return lax.fori_loop(0, -(-jnp.max(queries.limits) // chunk), step, part)
+
+
+def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
+    """`at`, but not known before the weights are: these are never negative, and XLA does not know that.
+
+    Without it the CPU backend unpacks a chunk of V beside that of K: 60 % more memory, 10 to 15 % more time (docs/decisions.md).
+    """
+    return at + (weights[0, 0, 0, 0] < 0).astype(at.dtype)
 
 
 def _scaled(scores: Float[Array, "B K R C"], rows: Float[Array, "B K R H"]) -> Float[Array, "B K R C"]:

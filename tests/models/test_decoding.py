@@ -132,8 +132,10 @@ def test_score_equals_a_loop_over_decode_step(spec):
     _, cache = prefill(model(), new_cache(spec), tokens[:, :20])
     found, cache = score(model(), cache, tokens[:, 20:], [LENGTH - 20, 31])
     assert (np.asarray(found)[:, 0] == 0).all()
-    np.testing.assert_allclose(found[0, 1:], want[0], atol=1e-4, err_msg=spec)
-    np.testing.assert_allclose(found[1, 1:31], want[1, :30], atol=1e-4, err_msg=spec)
+    # the sums of a chunk round differently from those of a step (1e-6), which can turn one stored float16 by a unit in its last place:
+    # one zero point of 350 turned moves a score by 1.1e-4
+    np.testing.assert_allclose(found[0, 1:], want[0], atol=5e-4, err_msg=spec)
+    np.testing.assert_allclose(found[1, 1:31], want[1, :30], atol=5e-4, err_msg=spec)
     assert (np.asarray(found)[1, 31:] == 0).all(), "padding has no score"
     assert np.asarray(cache.lengths).tolist() == [LENGTH, 51]
     assert np.abs(np.asarray(found)[0, 2:] - want[0, :-1]).max() > 1e-2, "scores shifted by one token must differ"
@@ -207,11 +209,11 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
     """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in its own buffers."""
     config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=2)
     llama = random_llama(config)  # float32: a CPU widens bfloat16 weights, which are not what is measured here
-    cache = kvq.layout(spec, config, 1, 32768, "bfloat16")
+    cache = kvq.layout(spec, config, 1, 131072, "bfloat16")
     lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     compiled = lowered.compile(USUAL_COMPILE).memory_analysis()
     layer = kvq.nbytes(cache.layers[0])
-    assert compiled.temp_size_in_bytes < layer / 4, f"{spec}: temp {compiled.temp_size_in_bytes} of {layer} bytes a layer"
+    assert compiled.temp_size_in_bytes < layer / 10, f"{spec}: temp {compiled.temp_size_in_bytes} of {layer} bytes a layer"
     assert compiled.alias_size_in_bytes >= kvq.nbytes(cache.layers), f"{spec}: the cache was copied"
 
 
