@@ -1,19 +1,41 @@
 """Llama-family models that decode through a quantized cache.
 
 from models import load_llama, prepare, prefill, decode_step, generate, score
+
+The names are imported when they are first used: `kvq --help` does not wait for JAX.
 """
 
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from models.checkpoint import load_llama, save_llama
-from models.config import LlamaConfig
-from models.decoding import decode_step, prefill, right_padded, score
-from models.generation import Generated, generate, generate_stream
-from models.llama import Llama, forward
-from models.prepare import prepare
-from models.sampling import Sampling
+if TYPE_CHECKING:
+    from models.checkpoint import load_llama, save_llama
+    from models.config import LlamaConfig
+    from models.decoding import decode_step, prefill, right_padded, score
+    from models.generation import Generated, generate, generate_stream
+    from models.llama import Llama, forward
+    from models.preparation import prepare
+    from models.sampling import Sampling
 
 EMBEDDED = Path(__file__).parent / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
+
+_MODULES = {
+    "Generated": "generation",
+    "Llama": "llama",
+    "LlamaConfig": "config",
+    "Sampling": "sampling",
+    "decode_step": "decoding",
+    "forward": "llama",
+    "generate": "generation",
+    "generate_stream": "generation",
+    "load_llama": "checkpoint",
+    "prefill": "decoding",
+    "prepare": "preparation",
+    "right_padded": "decoding",
+    "save_llama": "checkpoint",
+    "score": "decoding",
+}
 
 __all__ = [
     "EMBEDDED",
@@ -32,3 +54,15 @@ __all__ = [
     "save_llama",
     "score",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # from now on without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

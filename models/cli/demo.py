@@ -25,7 +25,7 @@ from models.cli.continuation import Continuation
 from models.cli.timed import TimedGeneration
 from models.config import LlamaConfig
 from models.llama import Llama
-from models.prepare import prepare
+from models.preparation import prepare
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 CONTEXT = 2048

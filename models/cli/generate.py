@@ -18,7 +18,7 @@ from models.cli.continuation import Continuation
 from models.cli.timed import TimedGeneration
 from models.config import LlamaConfig
 from models.generation import STREAM_STEPS
-from models.prepare import prepare
+from models.preparation import prepare
 from models.sampling import Sampling
 
 CAPACITY_STEP = 64

@@ -76,6 +76,14 @@ def generate_arguments(directory, *more):
 # --- generate -----------------------------------------------------------------------------------------------------------------------------
 
 
+def test_help_does_not_wait_for_jax():
+    code = "import sys; from models.cli.main import build_parser; build_parser().format_help(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0, "`kvq --help` imports JAX"
+    code = code.replace("; sys.exit", "; from models import prefill; sys.exit")
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 1, "the check above sees nothing"
+
+
+
 def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cache(model, run_json):
     found = run_json(*generate_arguments(model))
     llama, tokenizer = load_llama(model, dtype="float32")
