@@ -83,7 +83,6 @@ def test_help_does_not_wait_for_jax():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 1, "the check above sees nothing"
 
 
-
 def test_generate_json_holds_the_tokens_of_the_library_and_the_bytes_of_its_cache(model, run_json):
     found = run_json(*generate_arguments(model))
     llama, tokenizer = load_llama(model, dtype="float32")
