@@ -39,18 +39,29 @@ def input_errors() -> Iterator[None]:
 def kept_interrupts() -> Iterator[None]:
     """Repeats a Ctrl-C that Python would drop: JAX has a callback in garbage collections, and what is raised in there is only printed."""
     report = sys.unraisablehook
+    lost, done = threading.Event(), threading.Event()
 
-    def repeat(dropped: sys.UnraisableHookArgs) -> None:
+    def note(dropped: sys.UnraisableHookArgs) -> None:
         if isinstance(dropped.exc_value, KeyboardInterrupt):
-            threading.Timer(0.05, _thread.interrupt_main).start()  # raised in here, it would be dropped again
+            lost.set()  # and nothing else: an interrupt that arrives in here would be dropped too
         else:
             report(dropped)
 
-    sys.unraisablehook = repeat
+    def repeat() -> None:
+        while lost.wait() and not done.is_set():
+            lost.clear()
+            done.wait(0.1)  # until the hook and the collection are over
+            if not done.is_set():
+                _thread.interrupt_main()
+
+    threading.Thread(target=repeat, daemon=True).start()
+    sys.unraisablehook = note
     try:
         yield
     finally:
         sys.unraisablehook = report
+        done.set()
+        lost.set()
 
 
 def warn(message: str) -> None:
