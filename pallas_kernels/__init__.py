@@ -1,1 +1,1 @@
-"""GPU kernels on plain arrays; imports jax only. Decode attention over packed words will live here."""
+"""GPU kernels on plain arrays; imports jax only. docs/kernels.md tells how fast they should be and why."""

@@ -1,0 +1,81 @@
+"""The one place where kernels are launched.
+
+Kernels here are written in Pallas and compiled by Triton: the route that can load, unpack and multiply sub-byte codes on Ampere, Ada and
+Hopper. Triton's parameters are always given, for they are also what selects the route: the default changed between JAX 0.10 and 0.12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+Arithmetic = Literal["jnp", "asm"]
+
+# Inline assembly halves the instructions of a loop (docs/kernels.md), but it cannot be interpreted: it stays off by default until a committed
+# result of a GPU shows that it computes the same.
+DEFAULT_ARITHMETIC: Arithmetic = "jnp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How kernels run. It changes their speed, and their results only by rounding.
+
+    arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" writes the same with array operations.
+    interpret: evaluate the kernel with JAX on any backend, for tests.
+    """
+
+    arithmetic: Arithmetic = DEFAULT_ARITHMETIC
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.arithmetic not in ("jnp", "asm"):
+            raise ValueError(f"arithmetic={self.arithmetic!r}: choose 'jnp' or 'asm'")
+        if self.interpret and self.arithmetic == "asm":
+            raise ValueError("interpret=True cannot run arithmetic='asm': inline assembly needs a GPU")
+
+    @property
+    def asm(self) -> bool:
+        return self.arithmetic == "asm"
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    how: Launch,
+    num_warps: int,
+    num_stages: int,
+) -> Callable[..., Any]:
+    """`pl.pallas_call` with Triton's parameters and a name under which profiles and dumps show the kernel."""
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
+        interpret=how.interpret,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )
+
+
+def whole_array_but(axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int]) -> pl.BlockSpec:
+    """The block that fixes the first `axes` axes of an array at those program ids (grid_axes[i] for axis i) and holds the rest whole.
+
+    Nothing is copied: a Triton block is a pointer, and a kernel loads what it indexes.
+    """
+    rest = array.ndim - axes
+
+    def index(*ids: Any) -> tuple[Any, ...]:
+        return (*(ids[axis] for axis in grid_axes), *[0] * rest)
+
+    return pl.BlockSpec((*[None] * axes, *array.shape[axes:]), index)

@@ -1,0 +1,153 @@
+"""Decode attention over the body of a cache: split-K flash decoding.
+
+    o, m, l = parts of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
+
+One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The splits' parts are
+merged exactly outside (`merge_splits`), by a reduction that XLA fuses. What the stored arrays mean is the sides' matter (sides.py).
+
+Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and a multiple of 32 (of a group's tokens, where groups run over
+tokens); what lies in unused capacity is never used, whatever it is. Heads are padded to a multiple of 8 columns. H and all tile sides are powers of two. No array has 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels._launch import Launch, launch, whole_array_but
+from pallas_kernels.planes import exp2
+from pallas_kernels.sides import Side
+from pallas_kernels.tile import Tile, change_slots
+
+NEG = -1e30  # stands for -inf: finite, so that a part without any token merges without nan
+LN2 = 0.6931471805599453
+
+
+class Part(NamedTuple):
+    """m the largest score, l = sum exp(s - m), o = sum exp(s - m) v: [B, K, G, 1], [B, K, G, 1], [B, K, G, H], fp32."""
+
+    m: Float[Array, "B K G 1"]
+    l: Float[Array, "B K G 1"]  # noqa: E741  # the name of this sum everywhere in the literature
+    o: Float[Array, "B K G H"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What changes only the speed. tile: tokens of a loop step; warps and stages: Triton's; cores, resident: programs that run at a time
+    on the device, from which the number of splits follows. Defaults are for an H200 (docs/kernels.md)."""
+
+    tile: int = 128
+    warps: int = 1
+    stages: int = 3
+    cores: int = 132
+    resident: int = 8
+
+    def splits(self, programs: int, capacity: int) -> int:
+        """Splits of the token axis: enough to fill the device with `programs` (rows times KV heads) each, and at least two tiles in each."""
+        return max(1, min(-(-self.cores * self.resident // programs), capacity // (2 * self.tile)))
+
+
+def decode_attention(
+    q: Float[Array, "B K G H"],
+    keys: tuple[Side, Sequence[Array]],
+    values: tuple[Side, Sequence[Array]],
+    limits: Int[Array, " B"],
+    *,
+    capacity: int,
+    tuning: Tuning = Tuning(),
+    how: Launch = Launch(),
+) -> Part:
+    """Attention of one query token of each sequence over the first limits[b] of `capacity` stored tokens; see the module's contract.
+
+    q [B, K, G, H], not scaled. keys, values: a side and its stored arrays. Rounds q, probabilities and dequantized values to fp16 (Dense: to the stored
+    dtype); scores, sums and the merge are fp32.
+    """
+    batch, heads, group, channels = q.shape
+    columns = max(8, pl.next_power_of_2(group))
+    padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    (k, k_stored), (v, v_stored) = keys, values
+    inputs = (k.query(padded), k.arrays(k_stored), v.arrays(v_stored))
+    counts = tuple(len(arrays) for arrays in inputs)
+    flat = [array for arrays in inputs for array in arrays]
+    splits = tuning.splits(batch * heads, capacity)
+    count, width = v.chunks
+    outputs = [(count, width, columns), (columns,), (columns,)]
+    shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in outputs]
+    o, m, l = launch(  # noqa: E741
+        functools.partial(_kernel, sides=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=how.asm, columns=columns),
+        name="decode_attention",
+        grid=(batch, heads, splits),
+        in_specs=[pl.BlockSpec((1,), lambda b, h, s: (b,)), *(whole_array_but(2, array, (0, 1)) for array in flat)],
+        out_specs=[whole_array_but(3, shape, (0, 1, 2)) for shape in shapes],
+        out_shape=shapes,
+        how=how,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )(limits.astype(jnp.int32), *flat)
+    return merge_splits(o[..., :group], m[..., :group], l[..., :group])
+
+
+def merge_splits(o: Float[Array, "B K P C W G"], m: Float[Array, "B K P G"], l: Float[Array, "B K P G"]) -> Part:  # noqa: E741
+    """The part of all splits P together, exactly; m comes in units of log2."""
+    largest = jnp.max(m, axis=2, keepdims=True)
+    shrink = jnp.exp2(m - largest)
+    total = jnp.sum(l * shrink, axis=2)
+    out = jnp.sum(o * shrink[:, :, :, None, None], axis=2)  # [B, K, C, W, G]
+    out = jnp.moveaxis(out, 4, 2).reshape(*m.shape[:2], m.shape[3], -1)
+    return Part(largest[:, :, 0, :, None] * LN2, total[..., None], out)
+
+
+def _kernel(
+    limit_ref: Any, *refs: Any, sides: tuple[Side, Side], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
+) -> None:
+    # refs: query arrays, key arrays, value arrays, then o [C, W, G], m [G], l [G] of this program's split
+    ends = [sum(counts[: i + 1]) for i in range(3)]
+    query, keys, values = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] : ends[2]]
+    o_ref, m_ref, l_ref = refs[ends[2] :]
+    k, v = sides
+    size, splits = tuning.tile, pl.num_programs(2)
+    limit = limit_ref[0]
+    per_split = pl.cdiv(pl.cdiv(limit, splits), size)  # tiles
+    first = pl.program_id(2) * per_split
+    end = jnp.minimum((first + per_split) * size, limit)
+    whole, tiles = jnp.maximum(end - first * size, 0) // size, pl.cdiv(jnp.maximum(end - first * size, 0), size)
+
+    def step(tile: Tile, carry: Any) -> Any:
+        sums, largest, total = carry
+        scores = k.scores(query, keys, tile, asm)
+        if tile.masked:
+            scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG) for a, s in enumerate(scores)]
+        new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0))
+        shrink = exp2(largest - new, asm)
+        weights = [exp2(s - new[None, :], asm) for s in scores]
+        total = total * shrink + jnp.sum(functools.reduce(jnp.add, weights), axis=0)
+        sums = [x * shrink[None, :] for x in sums]
+        return v.weigh(change_slots(weights, v.slots), values, tile, sums, asm), new, total
+
+    def whole_tile(i: Array, carry: Any) -> Any:
+        return step(Tile(size, (first + i) * size, first + i), carry)
+
+    def last_tile(i: Array, carry: Any) -> Any:
+        start = (first + i) * size  # the window is moved back to stay inside the arrays; what an earlier tile read does not count again
+        return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end), carry)
+
+    count, width = v.chunks
+    carry = (
+        [jnp.zeros((width, columns), jnp.float32)] * count,
+        jnp.full((columns,), NEG, jnp.float32),
+        jnp.zeros((columns,), jnp.float32),
+    )
+    carry = lax.fori_loop(0, whole, whole_tile, carry)
+    sums, largest, total = lax.fori_loop(whole, tiles, last_tile, carry)
+    for c in range(count):
+        o_ref[c, :, :] = sums[c]
+    m_ref[...] = largest
+    l_ref[...] = total

@@ -1,0 +1,245 @@
+"""Hooks of the decode-attention skeleton: what turns the stored arrays of one side of a cache into scores, or into weighted values.
+
+A side is static. Keys and values are independent: any side serves as either. A hook is called once for each tile of tokens, reads the
+arrays where they lie and leaves nothing in memory.
+
+                        scores of a tile                                  weighted values of a tile
+    grouped, channels   sum_g s_g (q_g . c_g) + z_g sum(q_g)              p . (c s + z), s and z of a token and a group of channels
+    grouped, tokens     q . (c s + z), s and z of a channel               p . (c s + z), s and z of a channel
+    dense               q . k                                             p . v
+
+Token-major tiles meet the query heads of a KV head as the N columns of a tensor-core dot, N = 8 for up to 8 heads: half the work of the
+usual M = 16 rows, most of which would be padding.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
+from pallas_kernels.tile import SPAN, Tile
+
+LOG2E = 1.4426950408889634
+Rows = list[Float[Array, "rows GP"]]
+
+
+class Side(abc.ABC):
+    """Keys or values of one layer, as a kernel reads them. Arrays have leading axes [B, K], which a kernel's block fixes."""
+
+    @property
+    @abc.abstractmethod
+    def slots(self) -> int:
+        """Tokens that share a row of words; a tile's scores and weights come as one array [tile / slots, GP] for each slot."""
+
+    @property
+    @abc.abstractmethod
+    def chunks(self) -> tuple[int, int]:
+        """(count, width): how the H channels are cut into the tiles of an accumulator."""
+
+    @abc.abstractmethod
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """The stored arrays [B, K, ...], reshaped as the kernel indexes them. No copy."""
+
+    @abc.abstractmethod
+    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+        """What `scores` needs of the queries, made once outside the kernel. q is fp32 and not scaled."""
+
+    @abc.abstractmethod
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        """log2(e) / sqrt(H) * q . k of a tile, fp32. What it gives for tokens that do not count is not used."""
+
+    @abc.abstractmethod
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+        """`sums`, one for each chunk of channels, plus the weighted values of a tile. Weights of tokens that do not count are 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped(Side):
+    """Packed codes with a scale, and perhaps a zero, for each group: value = (code - centre) * scale, or code * scale + zero.
+
+    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K, H / group, S] (axis "channels") or
+    [B, K, S / group, H] (axis "tokens"). 16-bit floats may come as uint16 that holds their bits; `scale_dtype` tells which.
+    `centre` is None where a zero is stored. Groups over channels are whole chunks, groups over tokens whole spans.
+    """
+
+    planes: Planes
+    axis: Literal["channels", "tokens"]
+    group: int
+    centre: int | None
+    scale_dtype: str = "float16"
+
+    @property
+    def slots(self) -> int:
+        return self.planes.slots
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.planes.chunks, self.planes.width
+
+    @property
+    def _groups(self) -> int:
+        return self.planes.channels // self.group
+
+    def _group_chunks(self, group: int) -> range:
+        per_group = self.group // self.planes.width
+        return range(group * per_group, (group + 1) * per_group)
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        words, statistics = stored[: len(self.planes.sets)], stored[len(self.planes.sets) :]
+        if self.axis == "channels" and self.slots > 1:
+            statistics = [s.reshape(*s.shape[:3], s.shape[3] // SPAN, self.slots, SPAN // self.slots) for s in statistics]
+        return (*words, *statistics)
+
+    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+        batch, heads, columns, channels = q.shape
+        p = self.planes
+        half = (q * (LOG2E * channels**-0.5)).astype(jnp.float16)
+        planes = jnp.moveaxis(half.reshape(batch, heads, columns, p.chunks, p.width), 3, 2)
+        if self.axis == "tokens":
+            return (planes,)
+        sums = jnp.sum(planes.astype(jnp.float32), axis=-1)  # [B, K, chunks, GP], of the rounded queries
+        offsets = jnp.asarray([[p.field(a, c).bias + (self.centre or 0) for c in range(p.chunks)] for a in range(p.slots)], jnp.float32)
+        grouped = (batch, heads, p.slots, self._groups, p.chunks // self._groups, columns)
+        start = -jnp.sum((offsets[None, None, :, :, None] * sums[:, :, None]).reshape(grouped), axis=4)
+        if self.centre is not None:
+            return planes, start
+        return planes, start, jnp.sum(sums.reshape(batch, heads, self._groups, p.chunks // self._groups, columns), axis=3)
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        low, high, scale, zero = self._open(refs, tile)
+        q = [query[0][c] for c in range(self.planes.chunks)]
+        found = []
+        for slot in range(self.slots):
+            code = functools.partial(self._codes, low, high, slot, asm=asm)
+            if self.axis == "channels":
+                found.append(self._partial_scores(code, q, query[1:], slot, scale, zero, tile, asm))
+            else:
+                dots = [_dot(self._values(*code(c), scale, zero, slot, c, tile, asm), q[c], (1, 1)) for c in range(self.planes.chunks)]
+                found.append(functools.reduce(jnp.add, dots))
+        return found
+
+    def _partial_scores(self, code: Any, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool) -> Array:
+        """A scale multiplies a partial dot product of a whole group; the biases of its codes are that product's initial value."""
+        total = None
+        for group in range(self._groups):
+            part = jnp.broadcast_to(start[0][slot, group][None, :], (tile.size // self.slots, q[0].shape[0]))
+            for c in self._group_chunks(group):
+                part = _dot(code(c)[0], q[c], (1, 1)) + part
+            s = self._token_statistic(scale, group, slot, tile).astype(jnp.float32)[:, None]
+            total = part * s if total is None else multiply_add(part, s, total, asm)
+            if zero is not None:
+                z = self._token_statistic(zero, group, slot, tile).astype(jnp.float32)[:, None]
+                total = multiply_add(z, start[1][group][None, :], total, asm)
+        assert total is not None
+        return total
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+        low, high, scale, zero = self._open(refs, tile)
+        for slot, w in enumerate(weights):
+            half = w.astype(jnp.float16)
+            for c in range(self.planes.chunks):
+                values = self._values(*self._codes(low, high, slot, c, asm=asm), scale, zero, slot, c, tile, asm)
+                sums[c] = sums[c] + _dot(values, half, (0, 0))
+        return sums
+
+    def _open(self, refs: Sequence[Any], tile: Tile) -> tuple[list[Array], list[Array], Any, Any]:
+        """(low words, high words, scale ref, zero ref or None); words as W-wide tiles of [tile / slots] rows."""
+        p, sets = self.planes, len(self.planes.sets)
+        rows = pl.ds(tile.offset(self.slots), tile.size // self.slots)
+        read = [[refs[i][rows, pl.ds(p.width * j, p.width)] for j in range(p.tiles(bits))] for i, bits in enumerate(p.sets)]
+        return read[0], read[1] if sets == 2 else [], refs[sets], refs[sets + 1] if self.centre is None else None
+
+    def _codes(self, low: list[Array], high: list[Array], slot: int, chunk: int, *, asm: bool) -> tuple[Array, int]:
+        field = self.planes.field(slot, chunk)
+        return codes(low, high, field, asm), field.bias
+
+    def _values(self, h: Array, bias: int, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool) -> Array:
+        """The values [rows, W] of a chunk in fp16, from bias + code."""
+        if self.axis == "channels":
+            group = chunk * self.planes.width // self.group
+            s = self._token_statistic(scale, group, slot, tile)[:, None]
+            z = None if zero is None else self._token_statistic(zero, group, slot, tile)[:, None]
+        else:
+            s = self._channel_statistic(scale, chunk, tile)
+            z = None if zero is None else self._channel_statistic(zero, chunk, tile)
+        s = jnp.broadcast_to(s, h.shape)
+        if z is None:
+            return subtract_scale(h, bias + (self.centre or 0), s, asm)
+        return subtract_scale_add(h, bias, s, jnp.broadcast_to(z, h.shape), asm)
+
+    def _token_statistic(self, ref: Any, group: int, slot: int, tile: Tile) -> Float[Array, " rows"]:
+        """A scale or zero of each token of a slot, for one group of channels."""
+        if self.slots == 1:
+            found = ref[group, pl.ds(tile.offset(1), tile.size)]
+        else:
+            found = ref[group, pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, :].reshape(tile.size // self.slots)
+        found = self._half(found)
+        if tile.masked:  # unused capacity may hold anything, and 0 * nan is nan
+            found = jnp.where(tile.counts(tile.slot_tokens(self.slots, slot)), found, 0)
+        return found
+
+    def _channel_statistic(self, ref: Any, chunk: int, tile: Tile) -> Float[Array, "rows W"]:
+        """A scale or zero of each channel of a chunk, repeated for the tokens of its group."""
+        groups, width = tile.size // self.group, self.planes.width
+        found = self._half(ref[pl.ds(tile.offset(self.group), groups), pl.ds(width * chunk, width)])
+        if tile.masked:
+            counted = tile.counts(self.group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0))
+            found = jnp.where(counted, found, 0)
+        rows = self.group // self.slots
+        return jnp.broadcast_to(found[:, None, :], (groups, rows, width)).reshape(groups * rows, width)
+
+    def _half(self, found: Array) -> Array:
+        if found.dtype == jnp.uint16:
+            found = lax.bitcast_convert_type(found, jnp.dtype(self.scale_dtype))
+        return found.astype(jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Side):
+    """Exact rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their bits."""
+
+    channels: int
+    dtype: str
+
+    @property
+    def slots(self) -> int:
+        return 1
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return 1, self.channels
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(stored)
+
+    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+        return (q.astype(self.dtype),)
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        return [_dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)]
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+        return [sums[0] + _dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
+
+    def _rows(self, ref: Any, tile: Tile) -> Float[Array, "tile H"]:
+        found = ref[pl.ds(tile.offset(1), tile.size), :]
+        if found.dtype == jnp.uint16:
+            found = lax.bitcast_convert_type(found, jnp.dtype(self.dtype))
+        if tile.masked:
+            token = lax.broadcasted_iota(jnp.int32, (tile.size, 1), 0)
+            found = jnp.where(tile.counts(token), found, 0)
+        return found
+
+
+def _dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
+    axes = (contracted[0],), (contracted[1],)
+    return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)

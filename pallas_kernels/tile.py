@@ -1,0 +1,68 @@
+"""The tokens that one step of a kernel's loop reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+SPAN = 32  # tokens over which the slots of a word row are spread: tiles are whole spans
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """`size` tokens from `start` on.
+
+    index: start // size where the tile is a whole one, and then every offset is the index times a constant, from which the compiler learns
+    that loads are aligned; None for the last tile of a split, which may start anywhere on a span.
+    first, limit: only tokens first <= token < limit count; None where all do.
+    """
+
+    size: int
+    start: Int[Array, ""]
+    index: Int[Array, ""] | None
+    first: Int[Array, ""] | None = None
+    limit: Int[Array, ""] | None = None
+
+    def offset(self, unit: int) -> Int[Array, ""]:
+        """The start, in units of `unit` tokens."""
+        return self.start // unit if self.index is None else self.index * (self.size // unit)
+
+    @property
+    def masked(self) -> bool:
+        return self.limit is not None
+
+    def counts(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Which tokens, numbered from the tile's start, count."""
+        at = self.start + tokens
+        return (at >= self.first) & (at < self.limit)
+
+    def slot_tokens(self, slots: int, slot: int) -> Int[Array, " rows"]:
+        """The tokens, from the tile's start on, that slot `slot` of the word rows holds: in each span, a run of SPAN / slots of them."""
+        run = SPAN // slots
+        row = lax.broadcasted_iota(jnp.int32, (self.size // slots,), 0)
+        return row // run * SPAN + run * slot + row % run
+
+
+def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[Array, "rows G"]]:
+    """Rows of len(rows) token slots, rearranged into `slots` token slots: needed where K and V pack different numbers of tokens in a row.
+
+    Kernels cannot slice or concatenate values, so slots are chosen with masks.
+    """
+    have = len(rows)
+    if have == slots:
+        return rows
+    count, width = rows[0].shape
+    spans, run = count * have // SPAN, SPAN // have
+    joined = rows[0].reshape(spans, 1, run, width)
+    if have > 1:
+        number = lax.broadcasted_iota(jnp.int32, (1, have, 1, 1), 1)
+        joined = sum(jnp.where(number == a, r.reshape(spans, 1, run, width), 0.0) for a, r in enumerate(rows))
+    split: Any = jnp.asarray(joined).reshape(spans, slots, SPAN // slots, width)
+    if slots == 1:
+        return [split.reshape(spans * SPAN, width)]
+    number = lax.broadcasted_iota(jnp.int32, (1, slots, 1, 1), 1)
+    return [jnp.sum(jnp.where(number == a, split, 0.0), axis=1).reshape(spans * SPAN // slots, width) for a in range(slots)]
