@@ -12,7 +12,7 @@ heads.
 from __future__ import annotations
 
 import abc
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -77,6 +77,10 @@ class Codec(abc.ABC):
         """weights . v for a chunk of the body, fp32."""
         values = self.vectors(params, self.decode(params, stats, body), positions, rope)
         return weigh_rows(weights, values)
+
+    def kernel_side(self) -> Any:
+        """A `pallas_kernels.sides.Side` with which fused kernels read the body, or one line that says why there is none."""
+        return f"{type(self).__name__} has no kernel"
 
 
 def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"]) -> Float[Array, "B K R C"]:

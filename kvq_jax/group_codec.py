@@ -11,6 +11,7 @@ gives the same result. It is for kernels: in XLA on a CPU it is slower (docs/dec
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
@@ -52,3 +53,8 @@ class GroupCodec(Codec):
         if rope is None:
             raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
         return rotate(rows, positions, rope)
+
+    def kernel_side(self) -> Any:
+        from kvq_jax.attention.kernel_sides import grouped
+
+        return grouped(self)

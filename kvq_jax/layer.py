@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
-from kvq_jax.attention import streaming
+from kvq_jax.attention import dispatch, streaming
+from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.body import store_blocks
 from kvq_jax.codec import Codec
 from kvq_jax.regions import Regions
@@ -86,13 +87,15 @@ def prefill_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: Laye
     return out, append_layer(plan, params, state, inputs, prefill=True), carry
 
 
-def decode_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree) -> tuple[QueryBNTH, LayerState, Tree]:
+def decode_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
+) -> tuple[QueryBNTH, LayerState, Tree]:
     """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
-    was at its turn."""
+    was at its turn. `implementation`: see attention/dispatch.py."""
     params = params or ((), ())
     after = append_layer(plan, params, state, inputs, prefill=False)
     limits = plan.regions.body(inputs.positions + 1)
-    return streaming.attend(plan, params, state, after.body, inputs, limits), after, carry
+    return dispatch.attend(plan, params, state, after.body, inputs, limits, implementation), after, carry
 
 
 def append_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, *, prefill: bool) -> LayerState:

@@ -18,6 +18,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.attention import dispatch
+from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import Cache
 from kvq_jax.layer import decode_layer, prefill_layer
 from models.llama import HiddenBTD, Llama
@@ -63,19 +65,33 @@ def prefill_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array, a
 
 
 def decode_step(
-    llama: Llama, cache: Cache, token: Int[Array, "B"] | Int[Array, "B T"], active: Bool[Array, "B"] | None = None
+    llama: Llama,
+    cache: Cache,
+    token: Int[Array, "B"] | Int[Array, "B T"],
+    active: Bool[Array, "B"] | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
     """Adds generated tokens. token [B] gives logits [B, V]; token [B, T] gives [B, T, V], equal to those of T single steps.
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
+    implementation (static): what reads the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one that cannot
+    run raises ValueError with the reason.
     """
     tokens = token if token.ndim == 2 else token[:, None]
     valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None] < cache.capacity
     if active is not None:
         valid &= active[:, None]
-    hidden, cache = _advance(llama, cache, tokens, valid, decode_layer)
+    hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(decode_layer, implementation=implementation))
     logits = jnp.where(valid[..., None], llama.logits(hidden), jnp.nan)
     return (logits if token.ndim == 2 else logits[:, 0]), cache
+
+
+def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
+    """What reads each layer in a decode step of one token: "xla" or "pallas". ValueError where a named implementation cannot run."""
+    heads = cache.dims.num_attention_heads
+    chosen = (dispatch.choose(implementation, plan, heads, 1, cache.batch) for plan in cache.plans)
+    return tuple("xla" if how is None else "pallas" for how in chosen)
 
 
 def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Float[Array, "B T"], Cache]:

@@ -13,8 +13,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import Cache
-from models.decoding import checked_tokens, decode_step, prefill
+from models.decoding import checked_tokens, decode_step, implementations, prefill
 from models.llama import Llama
 from models.sampling import Sampling, sample
 
@@ -58,16 +59,18 @@ def generate(
     sampling: Sampling = Sampling(),  # noqa: B008  # frozen
     eos_ids: tuple[int, ...] = (),
     key: Array | None = None,
+    implementation: Implementation = None,
 ) -> Generated:
     """Continues prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
     one of `eos_ids`.
 
     Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and
-    new tokens exceed the capacity, a prompt is empty, or a token is not in the vocabulary. The given cache's buffers are consumed; go on
-    with `.cache`.
+    new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run (see
+    `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
     """
+    implementations(cache, implementation)
     progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling)
-    progress = advance(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids))
+    progress = advance(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
     return Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
 
 
@@ -81,16 +84,18 @@ def generate_stream(
     sampling: Sampling = Sampling(),  # noqa: B008  # frozen
     eos_ids: tuple[int, ...] = (),
     key: Array | None = None,
+    implementation: Implementation = None,
 ) -> Iterator[Generated]:
     """`generate` in segments of a few tokens: yields all tokens so far after each. The tokens are those of `generate`.
 
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
+    implementations(cache, implementation)
     progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling)
     until = 0
     while until < max_new_tokens and not bool(jnp.all(progress.ended)):
         until = min(until + STREAM_STEPS, max_new_tokens)
-        progress = advance(llama, progress, _key(key), jnp.int32(until), sampling, tuple(eos_ids))
+        progress = advance(llama, progress, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
         yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
 
 
@@ -119,8 +124,16 @@ def start(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | No
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids"), donate_argnames="progress")
-def advance(llama: Llama, progress: Progress, key: Array, until: Int[Array, ""], sampling: Sampling, eos_ids: tuple[int, ...]) -> Progress:
+@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="progress")
+def advance(
+    llama: Llama,
+    progress: Progress,
+    key: Array,
+    until: Int[Array, ""],
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    implementation: Implementation = None,
+) -> Progress:
     """Generates until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
 
     def go_on(p: Progress) -> Array:
@@ -130,7 +143,7 @@ def advance(llama: Llama, progress: Progress, key: Array, until: Int[Array, ""],
         active = ~p.ended
         token, logprob = sample(p.logits, sampling, key, p.step)
         token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
-        logits, cache = decode_step(llama, p.cache, token, active)
+        logits, cache = decode_step(llama, p.cache, token, active, implementation=implementation)
         return Progress(
             cache,
             logits,

@@ -5,8 +5,9 @@
 One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The splits' parts are
 merged exactly outside (`merge_splits`), by a reduction that XLA fuses. What the stored arrays mean is the sides' matter (sides.py).
 
-Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and a multiple of 32 (of a group's tokens, where groups run over
-tokens); what lies in unused capacity is never used, whatever it is. Heads are padded to a multiple of 8 columns. H and all tile sides are powers of two. No array has 2^31 elements.
+Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and a multiple of 32 (of a group's tokens, where
+groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to 8 columns or the next power
+of two. H and all tile sides are powers of two. No array has 2^31 elements.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._launch import Launch, launch, whole_array_but
+from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.planes import exp2
 from pallas_kernels.sides import Side
 from pallas_kernels.tile import Tile, change_slots
@@ -51,8 +52,11 @@ class Tuning:
     resident: int = 8
 
     def splits(self, programs: int, capacity: int) -> int:
-        """Splits of the token axis: enough to fill the device with `programs` (rows times KV heads) each, and at least two tiles in each."""
+        """Splits of the token axis for `programs` rows times KV heads: enough to fill the device, and at least two tiles in each."""
         return max(1, min(-(-self.cores * self.resident // programs), capacity // (2 * self.tile)))
+
+
+TUNING = Tuning()
 
 
 def decode_attention(
@@ -62,13 +66,13 @@ def decode_attention(
     limits: Int[Array, " B"],
     *,
     capacity: int,
-    tuning: Tuning = Tuning(),
-    how: Launch = Launch(),
+    tuning: Tuning = TUNING,
+    how: Launch = LAUNCH,
 ) -> Part:
-    """Attention of one query token of each sequence over the first limits[b] of `capacity` stored tokens; see the module's contract.
+    """Attention of one query token of each sequence over its first limits[b] of `capacity` stored tokens; contract above.
 
-    q [B, K, G, H], not scaled. keys, values: a side and its stored arrays. Rounds q, probabilities and dequantized values to fp16 (Dense: to the stored
-    dtype); scores, sums and the merge are fp32.
+    q [B, K, G, H], not scaled. keys, values: a side and its stored arrays. Rounds q, probabilities and dequantized values to fp16 (Dense:
+    to the stored dtype); scores, sums and the merge are fp32.
     """
     batch, heads, group, channels = q.shape
     columns = max(8, pl.next_power_of_2(group))

@@ -1,11 +1,11 @@
-"""Packed words in channel planes, as kernels read them: which tile and bits of a word row hold a code, and how a code becomes an fp16 number.
+"""Packed words in channel planes, as kernels read them: which bits of which tile hold a code, and how it becomes an fp16 number.
 
 The layout is that of `kvq_jax.packing` (its facts are passed in as a `Planes`). A row of words is m tiles of W words; bit field i of tile j
 holds the W channels of slot-and-chunk number i * m + j (number = slot * chunks + chunk). A field of the tile, masked and moved, has the
 shape of the tile: no reshape, no gather.
 
-From bits to fp16 without a conversion. In an fp16 number with exponent 2^(10 - p + 15 - 10 ...), that is with the bits (25 - p) << 10, the
-mantissa bit p is worth 1. So a code at bit p, under that exponent, *is* the number 2^(10 - p) + code:
+From bits to fp16 without a conversion. Under the exponent bits (25 - p) << 10 the mantissa bit p of an fp16 number is worth 1. So a code
+at bit p there *is* the number 2^(10 - p) + code:
 
     fp16bits((w >> shift) & (mask << p) | (25 - p) << 10)  ==  bias + code,    bias = 2^(10 - p)
 
@@ -34,8 +34,8 @@ WORD = 16
 class Field:
     """Where one code lies, and how it becomes fp16: (word[tile] >> shift) & mask at bit `position`, value bias + code.
 
-    A code with a bit in a second plane set (3 = 2 + 1 bits, 5 = 4 + 1) has it in `high_tile`, to be moved right by `high_shift` to stand above
-    the low bits. Negative shifts go left.
+    A code with a bit in a second plane set (3 = 2 + 1 bits, 5 = 4 + 1) has it in `high_tile`, to be moved right by `high_shift` to stand
+    above the low bits. Negative shifts go left.
     """
 
     tile: int
@@ -106,11 +106,7 @@ def _place(bit: int, low: int, bits: int) -> tuple[int, int]:
     if low == 8:
         return bit, 0
     last = 10 - bits
-    if bits == low == 2:
-        shifts = (0, 6, -4)
-    else:
-        shifts = (0, 8, 4)
-    lowest = 2 if bits == low == 2 else 0
+    shifts, lowest = ((0, 6, -4), 2) if bits == 2 else ((0, 8, 4), 0)
     for shift in shifts:
         if lowest <= bit - shift <= last:
             return shift, bit - shift
@@ -143,7 +139,8 @@ def _asm_codes(words: Array, high: Array | None, field: Field) -> Array:
         index = field.shift // 8
         selector = 0x4 << 12 | (2 + index) << 8 | 0x4 << 4 | index
         return half2(f"prmt.b32 $0, $1, 0x64646464, {selector:#x};", words)
-    low = f"{_asm_moved('t', '$1', field.shift)} lop3.b32 {'t' if high is not None else '$0'}, t, {_twice(field.mask)}, {_twice(field.exponent)}, 0xea;"
+    into = "$0" if high is None else "t"
+    low = f"{_asm_moved('t', '$1', field.shift)} lop3.b32 {into}, t, {_twice(field.mask)}, {_twice(field.exponent)}, 0xea;"
     if high is None:
         return half2(f"{{ .reg .b32 t; {low} }}", words)
     top = f"{_asm_moved('u', '$2', field.high_shift)} lop3.b32 $0, u, {_twice(field.high_mask)}, t, 0xea;"

@@ -37,6 +37,8 @@ class Tile:
 
     def counts(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Which tokens, numbered from the tile's start, count."""
+        if self.first is None or self.limit is None:
+            return jnp.ones(tokens.shape, bool)
         at = self.start + tokens
         return (at >= self.first) & (at < self.limit)
 

@@ -43,6 +43,13 @@ def extend(
     return Part(m, part.l * shrink + jnp.sum(p, axis=-1, keepdims=True), part.o * shrink + weigh(p))
 
 
+def merge(a: Part, b: Part) -> Part:
+    """The part that holds the tokens of both, exactly."""
+    m = jnp.maximum(a.m, b.m)
+    of_a, of_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
+    return Part(m, a.l * of_a + b.l * of_b, a.o * of_a + b.o * of_b)
+
+
 def finish(part: Part) -> Float[Array, "B K R H"]:
     """o / l; zeros for query rows that saw no token."""
     return part.o / jnp.maximum(part.l, jnp.finfo(jnp.float32).tiny)

@@ -8,7 +8,8 @@ the capacity. Works for every codec, on every backend, for T >= 1 queries.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,23 +31,29 @@ QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
 
 def attend(
-    plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, Tree], inputs: LayerInputs, limits: PositionsBT
+    plan: LayerPlan,
+    params: Tree,
+    windows: LayerState,
+    body: tuple[Tree, Tree],
+    inputs: LayerInputs,
+    limits: PositionsBT,
+    read_body: BodyReader | None = None,
 ) -> QueryBNTH:
     """softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
 
     windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows.
     body: the bodies to read. limits [B, T]: how many body tokens each query sees; positions from sink + limit on come from exact
-    rows. What a query at padding gets is finite and unspecified.
+    rows. What a query at padding gets is finite and unspecified. read_body adds the body's part: `read_chunks` unless given.
     """
     view = _view(plan, params, windows, body, inputs)
     tokens = inputs.q_rot.shape[2]
-    queries = _Queries(inputs.q_rot, inputs.positions, limits)
+    queries = Queries(inputs.q_rot, inputs.positions, limits)
     if tokens <= QUERY_CHUNK:
-        return _attend_queries(view, queries, tokens)
+        return _attend_queries(view, queries, tokens, read_body or read_chunks)
 
     chunks = -(-tokens // QUERY_CHUNK)
     padding = chunks * QUERY_CHUNK - tokens
-    padded = _Queries(
+    padded = Queries(
         jnp.pad(queries.q, ((0, 0), (0, 0), (0, padding), (0, 0))),
         jnp.pad(queries.positions, ((0, 0), (0, padding)), constant_values=-1),  # sees nothing: no position is below 0
         jnp.pad(queries.limits, ((0, 0), (0, padding))),
@@ -54,8 +61,8 @@ def attend(
 
     def one(i: Array) -> QueryBNTH:
         at = i * QUERY_CHUNK
-        part = _Queries(*(lax.dynamic_slice_in_dim(a, at, QUERY_CHUNK, axis) for a, axis in zip(padded, (2, 1, 1), strict=True)))
-        return _attend_queries(view, part, at + QUERY_CHUNK)
+        part = Queries(*(lax.dynamic_slice_in_dim(a, at, QUERY_CHUNK, axis) for a, axis in zip(padded, (2, 1, 1), strict=True)))
+        return _attend_queries(view, part, at + QUERY_CHUNK, read_body or read_chunks)
 
     out = lax.map(one, jnp.arange(chunks))  # [chunks, B, N, QUERY_CHUNK, H]
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
@@ -68,7 +75,7 @@ def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"]) -> in
     return min(max(tokens // block, 1) * block, capacity)
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """Queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T] (see `attend`)."""
 
     q: QueryBNTH
@@ -76,7 +83,7 @@ class _Queries(NamedTuple):
     limits: PositionsBT
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
     """All that the queries of one call may read: the exact rows in the order sink, ring, new tokens, and the body."""
 
     plan: LayerPlan
@@ -90,7 +97,11 @@ class _View(NamedTuple):
     real: Bool[Array, "B E"]
 
 
-def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, Tree], inputs: LayerInputs) -> _View:
+# (view, queries, their rows [B, K, R, H], the part of the exact rows) -> the part with the body added
+BodyReader: TypeAlias = Callable[[View, Queries, Array, online.Part], online.Part]
+
+
+def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, Tree], inputs: LayerInputs) -> View:
     regions = plan.regions
     start = inputs.positions[:, :1]
     sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=start.dtype)[None], (start.shape[0], regions.sink_slots))
@@ -104,21 +115,21 @@ def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, 
         vectors.append(codec.vectors(params[side], rows, positions, inputs.rope))
     keys, values = vectors
     values = jnp.where(real[:, None, :, None], values, 0)  # a masked token has weight 0, but 0 * nan is nan
-    return _View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
+    return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
 
 
-def _attend_queries(view: _View, queries: _Queries, newest: int | Array) -> QueryBNTH:
+def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body: BodyReader) -> QueryBNTH:
     """Attention of up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them may see."""
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
     part = online.empty(batch, view.plan.heads, group * tokens, head_dim)
     part = _add_exact(view, queries, rows, part, newest)
-    part = _add_body(view, queries, rows, part)
+    part = read_body(view, queries, rows, part)
     return online.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
 
 
-def _add_exact(view: _View, queries: _Queries, rows: Array, part: online.Part, newest: int | Array) -> online.Part:
+def _add_exact(view: View, queries: Queries, rows: Array, part: online.Part, newest: int | Array) -> online.Part:
     regions, size = view.plan.regions, view.keys.shape[2]
     chunk = min(size, EXACT_CHUNK)
     aged = regions.sink + queries.limits[..., None]
@@ -136,7 +147,8 @@ def _add_exact(view: _View, queries: _Queries, rows: Array, part: online.Part, n
     return lax.fori_loop(0, -(-(old + newest) // chunk), step, part)
 
 
-def _add_body(view: _View, queries: _Queries, rows: Array, part: online.Part) -> online.Part:
+def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: online.Part) -> online.Part:
+    """`part` with the body added: one chunk after the other is decoded and used."""
     regions, (k_params, v_params), (k_stats, v_stats) = view.plan.regions, view.params, view.stats
     size = regions.body_capacity
     if not size:

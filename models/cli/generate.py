@@ -11,6 +11,7 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.cache import Cache
 from kvq_jax.methods.dense import Dense
+from models import decoding
 from models.checkpoint import load_llama
 from models.cli import inputs
 from models.cli.console import UserError, format_bytes, input_errors, print_json, progress, warn
@@ -22,7 +23,6 @@ from models.preparation import prepare
 from models.sampling import Sampling
 
 CAPACITY_STEP = 64
-IMPLEMENTATION = "xla"
 
 DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go through the cache SPEC, prints the text, and
@@ -60,6 +60,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.positive,
         help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)",
     )
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "pallas"),
+        help="what reads the packed cache (default: fused kernels on a GPU where the cache has them, else xla; the last line says which)",
+    )
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument(
@@ -93,11 +98,12 @@ def run(options: argparse.Namespace) -> None:
             sampling=request.sampling,
             eos_ids=llama.config.eos_token_ids,
             seed=options.seed,
+            implementation=options.implementation,
         )
     continuation = Continuation(request.tokenizer, request.prompt)
     streams = options.stream and not options.json
     ids, cache = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
-    done = _report(generation, cache, request, ids)
+    done = _report(generation, cache, request, ids, decoding.implementations(cache, options.implementation))
     if options.json:
         print_json(done | {"text": None if request.tokenizer is None else continuation.text(ids), "tokens": ids})
         return
@@ -121,7 +127,10 @@ def _checked(options: argparse.Namespace) -> Request:
         raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")
     prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
     inputs.check_tokens(prompt, config)
-    return Request(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
+    request = Request(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
+    with input_errors():
+        decoding.implementations(kvq.layout(options.cache, config, 1, request.capacity, options.dtype), options.implementation)
+    return request
 
 
 def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
@@ -145,7 +154,9 @@ def _generated(generation: TimedGeneration, continuation: Continuation, steps: i
     return ids, cache
 
 
-def _report(generation: TimedGeneration, cache: Cache, request: Request, ids: list[int]) -> dict[str, Any]:
+def _report(
+    generation: TimedGeneration, cache: Cache, request: Request, ids: list[int], implementations: tuple[str, ...]
+) -> dict[str, Any]:
     """What was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
     live, exact = int(cache.lengths[0]), isinstance(cache.spec.k, Dense) and isinstance(cache.spec.v, Dense)
@@ -164,7 +175,7 @@ def _report(generation: TimedGeneration, cache: Cache, request: Request, ids: li
         "decode_seconds": generation.decode_seconds,
         "compile_seconds": generation.compile_seconds,
         "tokens_per_second": len(ids) / generation.decode_seconds,
-        "implementation": IMPLEMENTATION,
+        "implementation": "+".join(sorted(set(implementations))),
         "skip_layers": list(cache.spec.skip_layers),
     }
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import Cache
 from models import decoding, generation
 from models.generation import Generated
@@ -35,10 +36,12 @@ class TimedGeneration:
         sampling: Sampling = Sampling(),  # noqa: B008  # frozen
         eos_ids: tuple[int, ...] = (),
         seed: int = 0,
+        implementation: Implementation = None,
     ):
         self._llama, self._cache = llama, cache
         self._tokens, self._lengths = jnp.asarray([prompt], jnp.int32), jnp.asarray([len(prompt)], jnp.int32)
         self._max_new_tokens, self._sampling, self._eos_ids, self._key = max_new_tokens, sampling, eos_ids, jax.random.key(seed)
+        self._implementation: Implementation = implementation
         self.prefill_seconds = self.decode_seconds = 0.0
         started = time.perf_counter()
         self._compile()
@@ -47,7 +50,9 @@ class TimedGeneration:
     def _compile(self) -> None:
         decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False).compile()
         progress = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
-        generation.advance.lower(self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids).compile()
+        generation.advance.lower(
+            self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation
+        ).compile()
         # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(progress, cache=None, logits=None))
 
@@ -64,7 +69,7 @@ class TimedGeneration:
             until = min(until + steps, self._max_new_tokens)
             started = time.perf_counter()
             progress = jax.block_until_ready(
-                generation.advance(self._llama, progress, self._key, jnp.int32(until), self._sampling, self._eos_ids)
+                generation.advance(self._llama, progress, self._key, jnp.int32(until), self._sampling, self._eos_ids, self._implementation)
             )
             self.decode_seconds += time.perf_counter() - started
             yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)

@@ -365,6 +365,11 @@ def test_a_config_that_does_not_fit_the_tensors_is_one_line(bare, tmp_path, run)
     assert_one_line_error(run("generate", tmp_path / "odd", "--prompt-ids", "1,2"), "config.json asks for")
 
 
+def test_an_implementation_that_cannot_run_is_one_line_before_anything_is_loaded(bare, run):
+    arguments = ("generate", bare, "--prompt-ids", "1,2", "--cache", "kivi:pre_rope=true", "--implementation", "pallas")
+    assert_one_line_error(run(*arguments), "implementation='pallas' cannot run: ")
+
+
 def test_ctrl_c_exits_130_without_a_word(run, monkeypatch):
     monkeypatch.setattr(importlib.import_module("models.cli.methods"), "run", raiser(KeyboardInterrupt()))
     assert run("methods") == (130, "", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -32,6 +32,11 @@ class DenseCodec(Codec):
 
     def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         return body
+
+    def kernel_side(self) -> Any:
+        from kvq_jax.attention.kernel_sides import dense
+
+        return dense(self.channels, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

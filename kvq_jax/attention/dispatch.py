@@ -1,0 +1,116 @@
+"""Which implementation reads the body of a layer in a decode step: XLA's chunks, or a fused kernel over the packed words.
+
+None       a kernel where the process runs on a GPU and `unsupported` finds no obstacle, else XLA
+"xla"      the streaming path, everywhere
+"pallas"   the kernel; ValueError with the reason where it cannot run
+a Launch   the kernel, launched in just this way, whatever the device: for tests (interpret=True) and compilation ahead of time
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, Tree
+from kvq_jax.attention import online, streaming
+from pallas_kernels._launch import LAUNCH, Launch
+from pallas_kernels.decode import TUNING, Tuning, decode_attention
+from pallas_kernels.sides import Grouped, Side
+from pallas_kernels.tile import SPAN
+
+if TYPE_CHECKING:
+    from kvq_jax.layer import LayerPlan, LayerState
+
+Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
+MOST_COLUMNS = 16  # query heads of a KV head that a kernel's registers hold
+
+
+def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) -> str | None:
+    """Why no kernel can serve this layer's decode steps, in one line; None where one can. Says nothing of the device."""
+    if tokens != 1:
+        return f"{tokens} new tokens in one step; kernels take one"
+    if query_heads // plan.heads > MOST_COLUMNS:
+        return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {MOST_COLUMNS}"
+    for name, codec in zip("kv", plan.codecs, strict=True):
+        side = codec.kernel_side()
+        if isinstance(side, str):
+            return f"{name}: {side}"
+        if isinstance(side, Grouped) and side.axis == "tokens" and side.group > TUNING.tile:
+            return f"{name}: groups of {side.group} tokens; kernels take up to {TUNING.tile}"
+    if plan.regions.body_capacity < _least_tile(plan):
+        return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {_least_tile(plan)}"
+    if batch * plan.heads * plan.regions.body_capacity * plan.head_dim >= 2**31:
+        # the largest array of a body is at most this long; codes are packed, exact rows are not
+        return "an array may have 2^31 elements or more, past the kernels' 32-bit offsets"
+    return None
+
+
+def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) -> Launch | None:
+    """How to launch the kernel, or None for XLA. ValueError where a named implementation cannot run."""
+    if implementation == "xla":
+        return None
+    reason = unsupported(plan, query_heads, tokens, batch)
+    if isinstance(implementation, Launch):
+        if reason:
+            raise ValueError(f"no kernel for this cache: {reason}")
+        return implementation
+    if implementation not in (None, "pallas"):
+        raise ValueError(f"{implementation=}: choose 'xla' or 'pallas'")
+    if jax.default_backend() != "gpu":
+        reason = reason or f"kernels need a GPU, this process runs on {jax.default_backend()}"
+    if implementation == "pallas" and reason:
+        raise ValueError(f"implementation='pallas' cannot run: {reason}")
+    return None if reason else LAUNCH
+
+
+def attend(
+    plan: LayerPlan,
+    params: Tree,
+    windows: LayerState,
+    body: tuple[Tree, Tree],
+    inputs: LayerInputs,
+    limits: PositionsBT,
+    implementation: Implementation,
+) -> QueryBNTH:
+    """`streaming.attend`, the body read as `implementation` says."""
+    batch, heads, tokens, _ = inputs.q_rot.shape
+    how = choose(implementation, plan, heads, tokens, batch)
+    reader = streaming.read_chunks if how is None else functools.partial(_read_packed, how)
+    return streaming.attend(plan, params, windows, body, inputs, limits, reader)
+
+
+def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, rows: Array, part: online.Part) -> online.Part:
+    plan = view.plan
+    sides = [codec.kernel_side() for codec in plan.codecs]
+    assert all(isinstance(side, Side) for side in sides), "`choose` found the kernel unsupported"
+    query = plan.k.query(view.params[0], view.stats[0], rows)
+    arrays = [jax.tree.leaves(body) for body in view.body]
+    found = decode_attention(
+        query,
+        (sides[0], arrays[0]),
+        (sides[1], arrays[1]),
+        queries.limits[:, 0],
+        capacity=plan.regions.body_capacity,
+        tuning=_tuning(plan),
+        how=how,
+    )
+    return online.merge(part, online.Part(*(jnp.asarray(x) for x in found)))
+
+
+def _least_tile(plan: LayerPlan) -> int:
+    """The smallest tile of whole spans and groups."""
+    groups = [s.group for s in (c.kernel_side() for c in plan.codecs) if isinstance(s, Grouped) and s.axis == "tokens"]
+    return max([SPAN, *groups])
+
+
+def _tuning(plan: LayerPlan) -> Tuning:
+    """The usual tile, or as much of it as a small body holds."""
+    tile = TUNING.tile
+    while tile > plan.regions.body_capacity:
+        tile //= 2
+    return dataclasses.replace(TUNING, tile=tile)

@@ -1,0 +1,44 @@
+"""What the kernels need to know of a codec's stored arrays, as `pallas_kernels.sides` describes them; or why they cannot read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.planes import SUPPORTED_BITS, Planes
+from pallas_kernels.sides import Dense, Grouped, Side
+from pallas_kernels.tile import SPAN
+
+if TYPE_CHECKING:
+    from kvq_jax.group_codec import GroupCodec
+
+HEAD_DIMS = (64, 128, 256)
+
+
+def grouped(codec: GroupCodec) -> Side | str:
+    """The side of uniformly quantized groups, or one line that says why there is none."""
+    format, layout = codec.format, codec.format.layout
+    if codec.pre_rope:
+        return "keys cached before RoPE are rotated when they are read, which the kernels do not do"
+    if reason := head_dim_unsupported(format.channels):
+        return reason
+    if format.code_bits not in SUPPORTED_BITS:
+        return f"{format.code_bits}-bit codes; kernels unpack {', '.join(map(str, SUPPORTED_BITS))} bits"
+    if format.block % SPAN:
+        return f"blocks of {format.block} tokens; kernels read spans of {SPAN}"
+    if format.axis == "channels" and format.group_size % layout.plane:
+        return f"groups of {format.group_size} channels are not whole planes of {layout.plane}"
+    if format.axis == "tokens" and format.group_size % SPAN:
+        return f"groups of {format.group_size} tokens are not whole spans of {SPAN}"
+    planes = Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
+    return Grouped(planes, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
+
+
+def dense(channels: int, dtype: str) -> Side | str:
+    """The side of exact rows, or one line that says why there is none."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"exact rows in {dtype}; kernels read bfloat16 and float16"
+    return head_dim_unsupported(channels) or Dense(channels, dtype)
+
+
+def head_dim_unsupported(channels: int) -> str | None:
+    return None if channels in HEAD_DIMS else f"head_dim {channels}; kernels serve {', '.join(map(str, HEAD_DIMS))}"

@@ -1,0 +1,116 @@
+"""Who reads the body in a decode step, and that a kernel reads the same as XLA."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.attention import dispatch
+from kvq_jax.cache import CacheDims
+from kvq_jax.layer import decode_layer, prefill_layer
+from pallas_kernels._launch import Launch
+from tests.compile_options import QUICK_COMPILE
+from tests.kvq_jax.layer_runs import row_errors, sequences
+
+CAPACITY = 416
+DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
+LENGTHS = np.array([1, 130, 131, 300, CAPACITY - 1], np.int32)
+SPECS = (
+    "dense:block=32",
+    "kivi:bits=2",
+    "kivi:bits=4,group_size=64",
+    "innerq:bits=2",
+    "innerq:bits=1,mode=sym",
+    "k=innerq:bits=4+v=kivi:bits=8",
+)
+INTERPRETED = Launch(interpret=True)
+
+prefill = jax.jit(prefill_layer, static_argnums=0, compiler_options=QUICK_COMPILE)
+decode = jax.jit(decode_layer, static_argnums=0, static_argnames="implementation", compiler_options=QUICK_COMPILE)
+
+
+@functools.cache
+def tokens():
+    return sequences(len(LENGTHS), DIMS, CAPACITY, dtype="bfloat16")
+
+
+def plan_of(spec, dims=DIMS, capacity=CAPACITY, dtype="bfloat16"):
+    return kvq.layout(spec, dims, 1, capacity, dtype).plans[0]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_kernel_decodes_as_xla_does(spec):
+    cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
+    plan, state = cache.plans[0], cache.layers[0]
+    _, state, _ = prefill(plan, (), state, tokens().window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY), ())
+    new = tokens().window(LENGTHS, LENGTHS + 1, 1)
+    wanted, same, _ = decode(plan, (), state, new, (), implementation="xla")
+    found, after, _ = decode(plan, (), state, new, (), implementation=INTERPRETED)
+    assert row_errors(found, wanted).max() < 1e-2, f"errors by row {row_errors(found, wanted).max(axis=(1, 2))}"
+    assert row_errors(found[1:], wanted[:-1]).max() > 0.1, "another row's output would pass"
+    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(after), strict=True)), "the states differ"
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("kivi:pre_rope=true", "before RoPE"),
+        ("kivi:bits=2,group_size=16", "blocks of 16 tokens"),
+        ("innerq:bits=8", "9-bit codes"),
+        ("k=kivi:group_size=256+v=kivi+cache:recent=32,block=256", "groups of 256 tokens"),
+        ("kivi:recent=400", "fewer than one tile of 32"),
+    ],
+)
+def test_what_kernels_do_not_serve_has_a_reason(spec, reason):
+    plan = plan_of(spec)
+    found = dispatch.unsupported(plan, 4, 1)
+    assert re.search(reason, str(found)), found
+    assert dispatch.choose(None, plan, 4, 1) is None
+    with pytest.raises(ValueError, match=reason):
+        dispatch.choose("pallas", plan, 4, 1)
+    with pytest.raises(ValueError, match=reason):
+        dispatch.choose(INTERPRETED, plan, 4, 1)
+
+
+def test_shapes_that_kernels_do_not_serve_have_a_reason():
+    plan = plan_of("kivi")
+    assert dispatch.unsupported(plan, 4, 1) is None
+    assert "2 new tokens" in str(dispatch.unsupported(plan, 4, 2))
+    assert "32 query heads" in str(dispatch.unsupported(plan, 64, 1))
+    assert "head_dim 80" in str(dispatch.unsupported(plan_of("kivi", CacheDims(1, 4, 2, 80, 320)), 4, 1))
+    assert "exact rows in float32" in str(dispatch.unsupported(plan_of("dense", dtype="float32"), 4, 1))
+    assert "2^31" in str(dispatch.unsupported(plan_of("kivi", capacity=1 << 20), 4, 1, batch=32))
+
+
+def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this process has a GPU")
+    plan = plan_of("kivi")
+    assert dispatch.choose(None, plan, 4, 1) is None
+    assert dispatch.choose("xla", plan, 4, 1) is None
+    assert dispatch.choose(INTERPRETED, plan, 4, 1) == INTERPRETED
+    with pytest.raises(ValueError, match="implementation='pallas' cannot run: kernels need a GPU, this process runs on cpu"):
+        dispatch.choose("pallas", plan, 4, 1)
+    with pytest.raises(ValueError, match="choose 'xla' or 'pallas'"):
+        dispatch.choose("triton", plan, 4, 1)  # type: ignore[arg-type]
+
+
+def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
+    assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Launch()
+    assert dispatch.choose("xla", plan_of("kivi"), 4, 1) is None
+    assert dispatch.choose(None, plan_of("kivi:pre_rope=true"), 4, 1) is None
+
+
+def test_launches_say_what_they_cannot_do():
+    with pytest.raises(ValueError, match="needs a GPU"):
+        Launch("asm", interpret=True)
+    with pytest.raises(ValueError, match="choose 'jnp' or 'asm'"):
+        Launch("cuda")  # type: ignore[arg-type]

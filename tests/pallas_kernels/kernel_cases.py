@@ -1,0 +1,105 @@
+"""The formats that kernels read, and what their tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvq_jax import quantized
+from kvq_jax.attention.kernel_sides import dense, grouped
+from kvq_jax.group_codec import GroupCodec
+from kvq_jax.quantized import GroupFormat
+from pallas_kernels.sides import Side
+
+KINDS = {  # scheme, axis: how a side is grouped
+    "inner_k": "channels",
+    "inner_v": "tokens",
+    "outer_k": "tokens",
+    "outer_v": "channels",
+}
+
+
+def format_of(bits: int, scheme: Any, axis: Any, head_dim: int, group: int = 32, scale_dtype: str = "float16") -> GroupFormat:
+    return GroupFormat(bits, scheme, axis, group, head_dim, max(32, group if axis == "tokens" else 32), scale_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCase:
+    """One pair of sides. A format of None is exact rows in bfloat16."""
+
+    id: str
+    k: GroupFormat | None
+    v: GroupFormat | None
+    head_dim: int
+    group: int = 4
+
+
+def innerq(bits: int, scheme: str, head_dim: int, group: int = 4) -> KernelCase:
+    k, v = (format_of(bits, scheme, axis, head_dim) for axis in ("channels", "tokens"))
+    return KernelCase(f"innerq{bits}_{scheme}_h{head_dim}_g{group}", k, v, head_dim, group)
+
+
+def kivi(bits: int, head_dim: int, group: int = 4, size: int = 32) -> KernelCase:
+    k, v = format_of(bits, "asym", "tokens", head_dim, size), format_of(bits, "asym", "channels", head_dim, 32)
+    return KernelCase(f"kivi{bits}_h{head_dim}_g{group}_size{size}", k, v, head_dim, group)
+
+
+# bits are magnitude bits: symmetric and hybrid codes have one more
+CASES = (
+    innerq(1, "sym", 128),
+    innerq(2, "hybrid", 128, 1),
+    innerq(2, "asym", 64, 7),
+    innerq(2, "sym", 64),
+    innerq(3, "sym", 256, 8),
+    innerq(4, "hybrid", 64, 4),
+    innerq(8, "asym", 128),
+    kivi(2, 128),
+    kivi(2, 64, 8, 64),
+    kivi(3, 64, 1),
+    kivi(4, 128, 7),
+    kivi(8, 64, 16),
+    KernelCase("k3_v4", format_of(3, "asym", "channels", 64, 16, "bfloat16"), format_of(4, "asym", "channels", 64, 64, "float32"), 64),
+    KernelCase("dense", None, None, 64, 4),
+    KernelCase("k_dense_v2", None, format_of(2, "asym", "tokens", 128), 128, 1),
+)
+
+
+def kernel_cases(*ids: str) -> pytest.MarkDecorator:
+    chosen = [case for case in CASES if not ids or case.id in ids]
+    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.id)
+
+
+def side_of(format: GroupFormat | None, head_dim: int) -> Side:
+    side = dense(head_dim, "bfloat16") if format is None else grouped(GroupCodec("k", format))
+    assert isinstance(side, Side), side
+    return side
+
+
+def stored_structs(format: GroupFormat | None, batch: int, heads: int, tokens: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of a side as a cache stores them."""
+    if format is None:
+        return [jax.ShapeDtypeStruct((batch, heads, tokens, head_dim), jnp.uint16)]
+    return [leaf.struct for leaf in jax.tree.leaves(quantized.leaves(format, batch, heads, tokens))]
+
+
+def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.Array], np.ndarray]:
+    """(stored arrays, the rows they stand for) of rows [B, K, S, H]."""
+    if format is None:
+        half = jnp.asarray(rows, jnp.bfloat16)
+        return [jax.lax.bitcast_convert_type(half, jnp.uint16)], np.asarray(half, np.float32)
+    body = quantized.quantize(jnp.asarray(rows, jnp.float32), format)
+    leaves = quantized.leaves(format, 1, 1, format.block)
+    arrays = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body)
+    return jax.tree.leaves(arrays), np.asarray(quantized.dequantize(body))
+
+
+def row_errors(found: Any, wanted: Any) -> np.ndarray:
+    """Relative error of each last-axis row; what is not finite counts as infinitely wrong."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    error = np.linalg.norm(found - wanted, axis=-1) / np.maximum(np.linalg.norm(wanted, axis=-1), 1e-30)
+    return np.where(np.isfinite(error), error, np.inf)

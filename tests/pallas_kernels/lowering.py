@@ -1,0 +1,29 @@
+"""Lowering a kernel for CUDA on a host without a GPU: shows that Triton accepts it, in any supported version of JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+@contextlib.contextmanager
+def cuda_lowering() -> Iterator[None]:
+    """Where code is lowered for an H200 that is not there. JAX 0.11 and later ask for the device that they lower for."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
+        yield
+
+
+def lower_for_cuda(function: Callable, *args: Any) -> str:
+    """The StableHLO of a function of arrays or ShapeDtypeStructs, kernels included."""
+    with cuda_lowering():
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
