@@ -9,13 +9,17 @@ PIP = $(RUN) -m pip --disable-pip-version-check install --quiet
 # torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
 EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity" if sys.version_info[:2] == (3, 11) else "test")')
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test aot lint bench clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
 
 test: $(VENV)/.kvq-test
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+
+# the GPU kernels, compiled for GPUs that are not there
+aot: $(VENV)/.kvq-aot
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -m aot tests/aot $(ARGS)
 
 lint: $(VENV)/.kvq-test
 	$(VENV)/bin/ruff check .
@@ -41,4 +45,9 @@ $(VENV)/.kvq: $(VENV)/bin/python pyproject.toml
 $(VENV)/.kvq-test: $(VENV)/bin/python pyproject.toml
 	@echo "installing kvq with extras $(EXTRAS) into $(VENV) (a few minutes) ..."
 	$(PIP) -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.kvq-aot: $(VENV)/bin/python pyproject.toml
+	@echo "installing kvq with extras test, aot into $(VENV) (a few minutes) ..."
+	$(PIP) -e ".[test,aot]"
 	@touch $@

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Iterable, Sequence
 
 from benchmarks.common import Report, Row
+from benchmarks.machine_code.report import HEADER as COUNTS_HEADER
+from benchmarks.machine_code.report import Instructions
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
@@ -43,6 +45,26 @@ def report_section(report: Report, name: str) -> str:
     return "\n\n".join(parts)
 
 
+def instructions_section(counts: Instructions, name: str) -> str:
+    """What the kernels' main loops cost, by target."""
+    return "\n\n".join(
+        (
+            "## Instructions of the GPU kernels",
+            f"`{counts.command}` on {counts.date}; JAX {counts.jax_version}, ptxas {counts.ptxas_version}. Counted in the machine code "
+            "of each kernel's main loop, compiled without a GPU: what the instructions allow, not how fast a kernel runs. Per element is "
+            f"per cached element, K or V. Raw counts: [{name}]({name}).",
+            table(COUNTS_HEADER, (row.line() for row in counts.rows)),
+        )
+    )
+
+
+def section(file: pathlib.Path) -> str:
+    """The section of one JSON file."""
+    if file.stem == "instructions":
+        return instructions_section(Instructions.read(file), file.name)
+    return report_section(Report.read(file), file.name)
+
+
 def _section(row: Row) -> tuple[int, int, int, int]:
     return row.shape.head_dim, row.shape.batch, row.shape.kv_heads, row.shape.group
 
@@ -64,7 +86,7 @@ def render(folder: pathlib.Path) -> str:
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"no results in {folder}: run `python -m benchmarks.attention --json {folder}/attention.json` first")
-    sections = [report_section(Report.read(file), file.name) for file in files]
+    sections = map(section, files)
     return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
 
 

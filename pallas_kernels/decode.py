@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.planes import exp2
-from pallas_kernels.sides import Side
-from pallas_kernels.tile import Tile, change_slots
+from pallas_kernels.sides import Grouped, Side
+from pallas_kernels.tile import SPAN, Tile, change_slots
 
 NEG = -1e30  # stands for -inf: finite, so that a part without any token merges without nan
 LN2 = 0.6931471805599453
@@ -58,6 +58,43 @@ class Tuning:
 
 TUNING = Tuning()
 
+# (tokens of a step, stages) by head dim and code bits, for codes without a zero and with one: the most that a program's 255 registers hold
+# without spilling in the loop, counted from machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
+_STEPS = {
+    (128, 2): ((128, 3), (128, 3)),
+    (128, 3): ((128, 2), (64, 3)),
+    (128, 4): ((128, 3), (64, 3)),
+    (128, 5): ((64, 3), (64, 3)),
+    (128, 8): ((64, 2), (64, 2)),
+    (256, 2): ((64, 3), (64, 3)),
+    (256, 3): ((32, 3), (32, 3)),
+    (256, 4): ((32, 3), (32, 3)),
+    (256, 5): ((32, 3), (32, 3)),
+    (256, 8): ((32, 2), (32, 2)),
+}
+
+
+def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> Tuning:
+    """The usual step for these sides, no larger than the capacity and no smaller than a group of tokens."""
+    chosen = [_step(side, channels) for side in (k, v)]
+    tile, stages = min(tile for tile, _ in chosen), min(stages for _, stages in chosen)
+    if columns > 8:
+        tile //= 2
+    while tile > capacity:
+        tile //= 2
+    return dataclasses.replace(TUNING, tile=max(tile, least_tile(k), least_tile(v)), stages=stages)
+
+
+def least_tile(side: Side) -> int:
+    """The smallest tile of whole spans and groups of tokens."""
+    return max(SPAN, side.group) if isinstance(side, Grouped) and side.axis == "tokens" else SPAN
+
+
+def _step(side: Side, channels: int) -> tuple[int, int]:
+    if isinstance(side, Grouped):
+        return _STEPS.get((channels, side.planes.bits), ((128, 3), (128, 3)))[side.centre is None]
+    return 8192 // channels, 3
+
 
 def decode_attention(
     q: Float[Array, "B K G H"],
@@ -66,7 +103,7 @@ def decode_attention(
     limits: Int[Array, " B"],
     *,
     capacity: int,
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
     how: Launch = LAUNCH,
 ) -> Part:
     """Attention of one query token of each sequence over its first limits[b] of `capacity` stored tokens; contract above.
@@ -78,6 +115,7 @@ def decode_attention(
     columns = max(8, pl.next_power_of_2(group))
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     (k, k_stored), (v, v_stored) = keys, values
+    tuning = tuning or tuning_for(k, v, channels, columns, capacity)
     inputs = (k.query(padded), k.arrays(k_stored), v.arrays(v_stored))
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]

@@ -8,7 +8,6 @@ a Launch   the kernel, launched in just this way, whatever the device: for tests
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -19,8 +18,8 @@ from jaxtyping import Array
 from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, Tree
 from kvq_jax.attention import online, streaming
 from pallas_kernels._launch import LAUNCH, Launch
-from pallas_kernels.decode import TUNING, Tuning, decode_attention
-from pallas_kernels.sides import Grouped, Side
+from pallas_kernels.decode import TUNING, decode_attention, least_tile
+from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN
 
 if TYPE_CHECKING:
@@ -36,14 +35,16 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         return f"{tokens} new tokens in one step; kernels take one"
     if query_heads // plan.heads > MOST_COLUMNS:
         return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {MOST_COLUMNS}"
+    least = SPAN
     for name, codec in zip("kv", plan.codecs, strict=True):
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
-        if isinstance(side, Grouped) and side.axis == "tokens" and side.group > TUNING.tile:
-            return f"{name}: groups of {side.group} tokens; kernels take up to {TUNING.tile}"
-    if plan.regions.body_capacity < _least_tile(plan):
-        return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {_least_tile(plan)}"
+        if least_tile(side) > TUNING.tile:
+            return f"{name}: groups of {least_tile(side)} tokens; kernels take up to {TUNING.tile}"
+        least = max(least, least_tile(side))
+    if plan.regions.body_capacity < least:
+        return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {least}"
     if batch * plan.heads * plan.regions.body_capacity * plan.head_dim >= 2**31:
         # the largest array of a body is at most this long; codes are packed, exact rows are not
         return "an array may have 2^31 elements or more, past the kernels' 32-bit offsets"
@@ -96,21 +97,6 @@ def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, 
         (sides[1], arrays[1]),
         queries.limits[:, 0],
         capacity=plan.regions.body_capacity,
-        tuning=_tuning(plan),
         how=how,
     )
     return online.merge(part, online.Part(*(jnp.asarray(x) for x in found)))
-
-
-def _least_tile(plan: LayerPlan) -> int:
-    """The smallest tile of whole spans and groups."""
-    groups = [s.group for s in (c.kernel_side() for c in plan.codecs) if isinstance(s, Grouped) and s.axis == "tokens"]
-    return max([SPAN, *groups])
-
-
-def _tuning(plan: LayerPlan) -> Tuning:
-    """The usual tile, or as much of it as a small body holds."""
-    tile = TUNING.tile
-    while tile > plan.regions.body_capacity:
-        tile //= 2
-    return dataclasses.replace(TUNING, tile=tile)

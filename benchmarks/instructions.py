@@ -1,0 +1,54 @@
+"""Instructions per cached element of the GPU kernels, from their machine code: compiled for an H200 and an A100 on any machine.
+
+The numbers are of the main loop alone and say what the instructions allow, not how fast a kernel runs. Needs the extra `aot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.machine_code.cases import CASES
+from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
+from benchmarks.machine_code.target import TARGETS
+from benchmarks.machine_code.tools import missing
+from benchmarks.tables import table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table; ends with status 1 where a case breaks its limits, 2 where nothing can be compiled."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.instructions",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="example: python -m benchmarks.instructions --json benchmarks/results/instructions.json",
+    )
+    made.add_argument("--json", metavar="FILE", help="write the counts here")
+    made.add_argument("--case", metavar="REGEX", default="", help="only cases whose name has a match of this")
+    made.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="the GPUs (default: all)")
+    args = made.parse_args(argv)
+    cases = [case for case in CASES if re.search(args.case, case.name)]
+    if not cases:
+        made.exit(2, f"no case matches {args.case!r}: {', '.join(case.name for case in CASES)}\n")
+    if lacking := missing():
+        made.exit(2, f"{lacking}\n")
+    rows: list[KernelReport] = []
+    failures: list[str] = []
+    work = [(case, TARGETS[name]) for case in cases for name in args.target]
+    for i, (case, target) in enumerate(work):
+        start = time.perf_counter()
+        print(f"[{i + 1}/{len(work)}] {case.name} for {target.name}: compiling", file=sys.stderr, flush=True)
+        rows.append(case.measure(target))
+        failures += case.failures(rows[-1])
+        print(f"    {rows[-1].instructions_per_element:.2f} per element, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    if args.json:
+        Instructions.of(rows, ("benchmarks.instructions", *(sys.argv[1:] if argv is None else argv))).write(args.json)
+    print(table(HEADER, (row.line() for row in rows)))
+    if failures:
+        made.exit(1, "\n".join(["limits broken:", *failures, ""]))
+
+
+if __name__ == "__main__":
+    main()

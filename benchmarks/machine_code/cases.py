@@ -1,0 +1,127 @@
+"""The kernels whose machine code is watched, and what it may cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.report import KernelReport, measure
+from benchmarks.machine_code.target import Target
+from kvq_jax import quantized
+from kvq_jax.attention.kernel_sides import dense, grouped
+from kvq_jax.group_codec import GroupCodec
+from kvq_jax.quantized import GroupFormat, Scheme
+from pallas_kernels._launch import Launch
+from pallas_kernels.decode import decode_attention, tuning_for
+from pallas_kernels.sides import Side
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel and its limits, which hold on every target.
+
+    build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct. kernel: a regular expression for the whole name
+    of the kernel in it. elements_per_iteration: cached elements that a block reads in one iteration of the main loop, K and V together.
+    stored_bits: of one cached element, with scales and zero points. cap_instructions, cap_alu: per cached element. min_share: of the memory
+    limit, as predicted. mma_columns: query heads, padded, that each cached element is multiplied with; None where a warp repeats work.
+    """
+
+    name: str
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    kernel: str
+    elements_per_iteration: int
+    stored_bits: float
+    cap_instructions: float
+    cap_alu: float
+    min_share: float
+    plain_loads_allowed: bool = False
+    loop_spills_allowed: bool = False
+    mma_columns: int | None = 8
+
+    def measure(self, target: Target) -> KernelReport:
+        """Compiles the case: seconds."""
+        function, arguments = self.build()
+        kernel = compile_for(target, function, arguments).kernel(self.kernel)
+        return measure(self.name, kernel, target, elements_per_iteration=self.elements_per_iteration, stored_bits=self.stored_bits)
+
+    def failures(self, report: KernelReport) -> list[str]:
+        """What of a report breaks a limit, in words."""
+        instructions, alu, columns = report.instructions_per_element, report.alu_per_element, report.mma_columns
+        checks = (
+            (f"{instructions:.2f} instructions per element, at most {self.cap_instructions}", instructions > self.cap_instructions),
+            (f"{alu:.2f} integer operations and conversions per element, at most {self.cap_alu}", alu > self.cap_alu),
+            (f"{report.share:.0%} of the memory limit, at least {self.min_share:.0%}", report.share < self.min_share),
+            (f"{report.plain_loads} loads in the loop that are not asynchronous", report.plain_loads and not self.plain_loads_allowed),
+            (f"{report.loop_spills} spills in the loop", report.loop_spills and not self.loop_spills_allowed),
+            (
+                f"{columns:g} multiply-adds per element, not {self.mma_columns}: is {self.elements_per_iteration=} what the loop reads?",
+                self.mma_columns is not None and columns != self.mma_columns,
+            ),
+        )
+        return [f"{self.name} on {report.target}: {line}" for line, broken in checks if broken]
+
+
+BATCH, KV_HEADS, GROUP, TOKENS = 16, 8, 4, 16384  # Llama 3.1 8B
+
+
+def _side(format: GroupFormat | None, channels: int) -> tuple[Side, list[jax.ShapeDtypeStruct], float]:
+    """(side, stored arrays, stored bits of one element)."""
+    if format is None:
+        side, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
+    else:
+        side = grouped(GroupCodec("k", format))
+        stored = [leaf.struct for leaf in jax.tree.leaves(quantized.leaves(format, BATCH, KV_HEADS, TOKENS))]
+    assert isinstance(side, Side), side
+    stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
+    return side, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+
+
+def attention_case(name: str, k: GroupFormat | None, v: GroupFormat | None, channels: int, **limits: Any) -> Case:
+    """Decode attention with these formats (None: exact rows in bfloat16), in assembly, tuned as it runs."""
+    (k_side, k_stored, k_bits), (v_side, v_stored, v_bits) = _side(k, channels), _side(v, channels)
+    tuning = tuning_for(k_side, v_side, channels, 8, TOKENS)
+
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        def attend(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], limits: jax.Array) -> Any:
+            return decode_attention(q, (k_side, keys), (v_side, values), limits, capacity=TOKENS, how=Launch("asm"))
+
+        q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
+        return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+
+    elements = tuning.tile * 2 * channels
+    return Case(name, build, "decode_attention", elements, (k_bits + v_bits) / 2, **limits)
+
+
+def _innerq(bits: int, scheme: Scheme, channels: int, **limits: Any) -> Case:
+    """`bits` of a code, the sign included."""
+    magnitude = bits - (scheme != "asym")
+    k, v = (GroupFormat(magnitude, scheme, axis, 32, channels, 32) for axis in ("channels", "tokens"))
+    return attention_case(f"innerq, {bits}-bit {scheme}, H {channels}", k, v, channels, **limits)
+
+
+def _kivi(bits: int, channels: int, **limits: Any) -> Case:
+    k, v = (GroupFormat(bits, "asym", axis, 32, channels, 32) for axis in ("tokens", "channels"))
+    return attention_case(f"kivi, {bits}-bit, H {channels}", k, v, channels, **limits)
+
+
+# Caps are 8 % above what was counted with JAX 0.10.2 and ptxas 13.5: counts move with the compiler.
+CASES: tuple[Case, ...] = (
+    _innerq(2, "sym", 128, cap_instructions=2.07, cap_alu=0.83, min_share=0.95),
+    _innerq(2, "sym", 64, cap_instructions=2.4, cap_alu=0.89, min_share=0.9),
+    _innerq(2, "asym", 128, cap_instructions=2.35, cap_alu=0.85, min_share=0.95),
+    _innerq(3, "sym", 128, cap_instructions=2.77, cap_alu=1.48, min_share=0.9),
+    _innerq(3, "hybrid", 128, cap_instructions=3.5, cap_alu=1.61, min_share=0.9, plain_loads_allowed=True),
+    _innerq(4, "sym", 128, cap_instructions=2.07, min_share=1.0, cap_alu=0.83),
+    _innerq(8, "asym", 128, cap_instructions=2.8, min_share=1.0, cap_alu=1.0),
+    _kivi(2, 128, cap_instructions=2.46, cap_alu=0.83, min_share=0.9),
+    _kivi(2, 64, cap_instructions=2.76, cap_alu=0.91, min_share=0.8),
+    _kivi(4, 128, cap_instructions=2.62, min_share=1.0, cap_alu=0.88),
+    _kivi(4, 64, cap_instructions=2.81, min_share=1.0, cap_alu=0.95),
+    attention_case("dense, bf16, H 128", None, None, 128, cap_instructions=1.4, min_share=1.0, cap_alu=0.5),
+)

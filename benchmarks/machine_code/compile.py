@@ -1,0 +1,115 @@
+"""Compiles a JAX function for a GPU that this machine does not have, and keeps the PTX of its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import pathlib
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from benchmarks.machine_code.target import Target
+from benchmarks.machine_code.tools import cuda_plugin
+
+# JAX's plugin would refuse to load without cuDNN and a driver; it compiles without them
+_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+_OPTIONS: dict[str, Any] = {
+    "xla_dump_emitter_re": "ptx",  # newer versions of XLA write PTX only when told to
+    "xla_backend_optimization_level": 3,  # whatever XLA_FLAGS says
+}
+
+_ENTRY = re.compile(r"\.entry\s+([\w$.]+)")
+_THREADS = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+_LAUNCH = re.compile(r"(\S+) grid: \[[^\]]*\] threads: \[[^\]]*\]\s+shared_memory: (\d+) bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel before ptxas. threads: of a block; shared_bytes: asked for at the launch, beside what the code declares."""
+
+    name: str
+    ptx: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a jitted function was compiled to. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run."""
+
+    compiled: jax.stages.Compiled
+    kernels: dict[str, Kernel]
+
+    def kernel(self, pattern: str) -> Kernel:
+        """The one kernel whose name matches the regular expression wholly. ValueError where there is none or more than one."""
+        found = [kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)]
+        if len(found) != 1:
+            raise ValueError(f"{pattern=} matches {[k.name for k in found]} of the kernels {sorted(self.kernels)}: one match is needed")
+        return found[0]
+
+
+def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Program:
+    """The program of `function` on a `target`, for arguments given as trees of jax.ShapeDtypeStruct. Nothing is run.
+
+    function: plain, or jitted (its donations and static arguments are kept).
+    RuntimeError where JAX's CUDA plugin is missing, or where XLA wrote no PTX.
+    """
+    sharding = _only_device(target)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+    # newer versions of JAX choose a kernel's lowering by the device that the ambient mesh names, and deprecate the Triton route
+    device = AbstractDevice(target.device_kind, None, "gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Triton", category=DeprecationWarning)
+        lowered = jitted.lower(*arguments)
+    with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
+        compiled = lowered.compile({"xla_dump_to": folder, **_OPTIONS})
+        kernels = _read_dump(pathlib.Path(folder))
+    if not kernels:
+        raise RuntimeError("XLA wrote no PTX of a kernel that is launched: is a compilation cache switched on (jax_compilation_cache_dir)?")
+    return Program(compiled, kernels)
+
+
+def _only_device(target: Target) -> NamedSharding:
+    """Everything on one device of this kind."""
+    plugin = cuda_plugin()
+    os.environ.setdefault(_SKIP_CHECK, "1")
+    try:
+        topology = _topology(target)
+    except NotImplementedError:  # JAX looked for its plugins before, without the variable: load this one now
+        importlib.import_module(plugin).initialize()
+        topology = _topology(target)
+    return NamedSharding(Mesh(np.array(topology.devices).reshape(1), ("device",)), PartitionSpec())
+
+
+def _topology(target: Target) -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(target.name, "cuda", target_config=target.config, topology="1x1x1")
+
+
+def _read_dump(folder: pathlib.Path) -> dict[str, Kernel]:
+    """The kernels that are launched, of the PTX files that XLA left in a folder."""
+    launches = {}
+    for file in folder.glob("*thunk_sequence*.txt"):
+        launches |= {name: int(size) for name, size in _LAUNCH.findall(file.read_text(encoding="utf-8"))}
+    kernels = {}
+    for file in sorted(folder.glob("*.ptx")):
+        ptx = file.read_text(encoding="utf-8")
+        for entry in _ENTRY.finditer(ptx):
+            if (name := entry.group(1)) not in launches:
+                continue
+            threads = _THREADS.search(ptx, entry.end(), ptx.index("{", entry.end()))
+            if threads is None:
+                raise RuntimeError(f"the PTX of {name} does not say how many threads a block has")
+            kernels[name] = Kernel(name, ptx, math.prod(int(n) for n in threads.groups() if n), launches[name])
+    return kernels

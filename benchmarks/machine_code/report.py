@@ -1,0 +1,159 @@
+"""What a kernel's main loop costs on a target, as a row of a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.machine_code.compile import Kernel
+from benchmarks.machine_code.sass import assemble, main_loop
+from benchmarks.machine_code.target import TARGETS, Target
+from benchmarks.machine_code.tools import tool_version
+
+DERIVED = ("instructions_per_element", "alu_per_element", "mma_columns", "budget", "share")
+HEADER = (
+    *("kernel", "target", "bits", "instr/el", "ALU", "mma", "lds", "ldg", "shfl", "budget", "share of limit"),
+    *("plain loads", "registers", "spill B (in loop)", "shared KB", "warps/SM"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """One kernel on one target. "Per element" is per cached element (one channel of one token's K or V), counted in instructions of a lane.
+
+    threads: of a block. loop: instructions of a warp in one iteration of the main loop, by class. loop_spills: those that move spilled
+    registers. plain_loads: those that load global memory into registers and so wait for it. loop_multiply_adds: of the block's matrix
+    instructions in one iteration. elements_per_iteration: cached elements that a block reads in one. stored_bits: of one cached element,
+    with scales and zero points.
+    """
+
+    name: str
+    kernel: str
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    threads: int
+    warps_per_sm: int
+    loop: dict[str, int]
+    loop_spills: int
+    plain_loads: int
+    loop_multiply_adds: int
+    elements_per_iteration: int
+    stored_bits: float
+
+    @property
+    def loop_instructions(self) -> int:
+        return sum(self.loop.values())
+
+    @property
+    def instructions_per_element(self) -> float:
+        return self.loop_instructions * self.threads / self.elements_per_iteration
+
+    def per_element(self, *kinds: str) -> float:
+        """Instructions of these classes (sass.CLASSES) per element."""
+        return sum(self.loop.get(kind, 0) for kind in kinds) * self.threads / self.elements_per_iteration
+
+    @property
+    def alu_per_element(self) -> float:
+        """Integer operations and conversions, which run at half the rate of issue."""
+        return self.per_element("int", "cvt")
+
+    @property
+    def mma_columns(self) -> float:
+        """Multiply-adds per element: the (padded) query heads that the matrix instructions see. Another number than the kernel's own says
+        that elements_per_iteration is not what the loop reads."""
+        return self.loop_multiply_adds / self.elements_per_iteration
+
+    @property
+    def budget(self) -> float:
+        """Instructions per element that memory at full speed leaves time for."""
+        return TARGETS[self.target].budget(self.stored_bits)
+
+    @property
+    def share(self) -> float:
+        """Predicted share of the memory limit: min(1, budget / max(instructions, 2 ALU)). Of the loop alone; latency is not in it."""
+        return min(1.0, self.budget / max(self.instructions_per_element, 2 * self.alu_per_element))
+
+    def line(self) -> tuple[str, ...]:
+        """The cells under HEADER."""
+        return (
+            self.name,
+            self.target,
+            f"{self.stored_bits:g}",
+            f"{self.instructions_per_element:.2f}",
+            f"{self.alu_per_element:.2f}",
+            *(f"{self.per_element(kind):.2f}" for kind in ("mma", "lds", "ldg", "shfl")),
+            f"{self.budget:.2f}",
+            f"{self.share:.0%}",
+            str(self.plain_loads),
+            str(self.registers),
+            f"{self.spill_bytes} ({self.loop_spills})",
+            f"{self.shared_bytes / 1024:.1f}",
+            str(self.warps_per_sm),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and under "derived" what follows from them, for readers of the file."""
+        return dataclasses.asdict(self) | {"derived": {name: round(getattr(self, name), 4) for name in DERIVED}}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> KernelReport:
+        return cls(**{name: value for name, value in fields.items() if name != "derived"})
+
+
+def measure(name: str, kernel: Kernel, target: Target, *, elements_per_iteration: int, stored_bits: float) -> KernelReport:
+    """Assembles a compiled kernel and counts its main loop."""
+    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
+    loop = main_loop(assembly.function)
+    counts = loop.counts()
+    shared_bytes = kernel.shared_bytes + assembly.shared_bytes
+    return KernelReport(
+        name=name,
+        kernel=kernel.name,
+        target=target.name,
+        registers=assembly.registers,
+        spill_bytes=assembly.spill_bytes,
+        shared_bytes=shared_bytes,
+        threads=kernel.threads,
+        warps_per_sm=target.warps_per_sm(assembly.registers, kernel.threads, shared_bytes),
+        loop=counts,
+        loop_spills=counts.get("spill", 0),
+        plain_loads=loop.plain_loads,
+        loop_multiply_adds=loop.multiply_adds * kernel.threads // 32,
+        elements_per_iteration=elements_per_iteration,
+        stored_bits=stored_bits,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Instructions:
+    """Reports, and what made them: the counts move with the versions."""
+
+    command: str
+    date: str
+    jax_version: str
+    ptxas_version: str
+    rows: tuple[KernelReport, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[KernelReport], command: Sequence[str]) -> Instructions:
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        return cls(" ".join(["python -m", *command]), date, jax.__version__, tool_version("ptxas"), tuple(rows))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        fields = dataclasses.asdict(self) | {"rows": [row.to_json() for row in self.rows]}
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Instructions:
+        fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        return cls(**(fields | {"rows": tuple(map(KernelReport.from_json, fields["rows"]))}))

@@ -1,0 +1,66 @@
+"""Where the packages of the extra `aot` are, and one error where they are not."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+
+CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_INSTALL = 'pip install "kvq[aot]" (the extra `aot`)'
+
+
+def find_tool(name: str) -> pathlib.Path:
+    """`ptxas` or `nvdisasm`: of NVIDIA's Python packages, whose versions are known, or else on PATH. RuntimeError where there is none."""
+    nvidia = _spec("nvidia")
+    for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
+        if found := sorted(pathlib.Path(folder).glob(f"*/bin/{name}")):
+            return found[-1]
+    if found := shutil.which(name):
+        return pathlib.Path(found)
+    raise RuntimeError(f"{name} is missing: {_INSTALL}")
+
+
+def cuda_plugin() -> str:
+    """The module of JAX's CUDA plugin, which compiles without a GPU too. RuntimeError where there is none."""
+    for name in CUDA_PLUGINS:
+        if _spec(name):
+            return name
+    raise RuntimeError(f"JAX's CUDA plugin is missing: {_INSTALL}")
+
+
+def missing() -> str:
+    """What is not installed of what this package needs; empty where nothing is."""
+    try:
+        cuda_plugin()
+        for name in ("ptxas", "nvdisasm"):
+            find_tool(name)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a tool to its end. RuntimeError with what it said where it fails."""
+    done = subprocess.run([str(find_tool(name)), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} {' '.join(arguments)} failed: {(done.stderr or done.stdout)[:2000]}")
+    return done
+
+
+@functools.cache
+def tool_version(name: str) -> str:
+    """Such as "13.5.37": counts of instructions move with it."""
+    said = run_tool(name, "--version").stdout
+    found = re.search(r"\bV([\d.]+)", said)
+    return found.group(1) if found else said.strip().splitlines()[-1]
+
+
+def _spec(module: str):
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # its parent is not there
+        return None

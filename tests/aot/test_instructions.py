@@ -1,0 +1,87 @@
+"""Kernels compiled for GPUs that are not there keep their limits: instructions per cached element, waiting loads, spills."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import instructions
+from benchmarks.machine_code.cases import CASES, Case
+from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.report import HEADER, Instructions, measure
+from benchmarks.machine_code.target import H200, TARGETS
+from benchmarks.machine_code.tools import missing
+from tests.aot.tiny_kernel import dense_attention
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+
+
+ON_AN_A100 = ("innerq, 2-bit sym, H 128", "kivi, 4-bit, H 128")  # the same kernels; the command compiles all of them for it
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [*((case, "h200") for case in CASES), *((case, "a100") for case in CASES if case.name in ON_AN_A100)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_case_keeps_its_limits(case: Case, target: str):
+    report = case.measure(TARGETS[target])
+    assert not case.failures(report), "\n".join([*case.failures(report), f"{report}"])
+
+
+def test_a_limit_that_is_broken_is_told():
+    case = Case("dense", dense_attention, "dense_attention", 64 * 128, 16, cap_instructions=0.5, cap_alu=0.1, min_share=1)
+    failures = "\n".join(case.failures(case.measure(H200)))
+    assert "instructions per element, at most 0.5" in failures
+    assert "integer operations and conversions per element, at most 0.1" in failures
+    assert "16 multiply-adds per element, not 8" in failures, "the loop reads twice as many elements as this case says"
+    assert "spills" not in failures
+    assert "asynchronous" not in failures
+
+
+@pytest.mark.parametrize(("warps", "columns"), [(1, 8), (4, 8), (4, 16)])
+def test_every_warp_and_column_counts(warps: int, columns: int):
+    function, arguments = dense_attention(warps=warps, columns=columns, tokens=1024)
+    kernel = compile_for(H200, function, arguments).kernel("dense_attention")
+    report = measure("dense", kernel, H200, elements_per_iteration=64 * 128 * 2, stored_bits=16)
+    assert report.threads == 32 * warps
+    assert report.mma_columns == columns
+    assert report.shared_bytes > 0
+    assert report.loop_instructions > 0
+
+
+def test_a_program_has_its_memory_and_its_optimized_hlo():
+    program = compile_for(H200, lambda x: jnp.sin(x) + 1, (jax.ShapeDtypeStruct((1024, 256), jnp.float32),))
+    assert program.compiled.memory_analysis().argument_size_in_bytes == 1024 * 256 * 4
+    assert "fusion" in program.compiled.as_text()
+    assert ".target sm_90a" in next(iter(program.kernels.values())).ptx
+    with pytest.raises(ValueError, match="one match is needed"):
+        program.kernel("attend")
+
+
+def test_donated_arguments_share_their_memory():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    program = compile_for(H200, step, (jax.ShapeDtypeStruct((1024,), jnp.float32),))
+    assert program.compiled.memory_analysis().alias_size_in_bytes == 4096
+
+
+def test_the_command_writes_what_it_prints(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "instructions.json"
+    instructions.main(["--case", f"^{CASES[0].name}$", "--target", "h200", "--json", str(file)])
+    printed = capsys.readouterr()
+    assert "[1/1]" in printed.err
+    (row,) = Instructions.read(file).rows
+    assert printed.out.splitlines()[0] == "| " + " | ".join(HEADER) + " |"
+    assert printed.out.splitlines()[2] == "| " + " | ".join(row.line()) + " |"
+    assert json.loads(file.read_text())["rows"][0]["derived"]["share"] == pytest.approx(row.share, abs=1e-4)
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        instructions.main(["--case", "no such kernel"])
+    assert stop.value.code == 2
+    assert CASES[0].name in capsys.readouterr().err
