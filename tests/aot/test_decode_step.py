@@ -1,0 +1,75 @@
+"""A whole decode step of a Llama 3.1 8B, compiled for an H200 that is not there: memory, and nothing of a cache's size is moved."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvq_jax as kvq
+from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.target import H200
+from benchmarks.machine_code.tools import missing
+from models import LlamaConfig, decode_step
+from models.config import RopeConfig
+from models.llama import abstract_llama
+from pallas_kernels._launch import Launch
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+
+BATCH, CAPACITY = 16, 32768
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s8": 1, "u8": 1, "pred": 1}
+
+
+def llama_8b(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope=RopeConfig(theta=500000.0),
+    )
+
+
+def moved(hlo: str, at_least: int) -> list[str]:
+    """Copies, transpositions and conversions of at least so many bytes."""
+    found = []
+    for dtype, shape, op in re.findall(r"= (\w+)\[([\d,]*)\]\{[^}]*\} (copy|transpose|convert|reverse)\(", hlo):
+        size = BYTES.get(dtype, 8) * math.prod(int(n) for n in shape.split(",") if n)
+        if size >= at_least:
+            found.append(f"{op} {dtype}[{shape}], {size} bytes")
+    return found
+
+
+@pytest.mark.parametrize(("spec", "layers"), [("kivi:bits=4", 32), ("innerq:bits=2", 2), ("dense", 2)])
+def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers: int):
+    config = llama_8b(layers)
+    cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
+    step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
+    token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    program = compile_for(H200, step, (abstract_llama(config, "bfloat16"), cache, token))
+    memory = program.compiled.memory_analysis()
+    layer = kvq.nbytes(cache.layers[0])
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), "the donated cache is not updated in place"
+    assert memory.temp_size_in_bytes < layer / 20, f"temp {memory.temp_size_in_bytes} beside {layer} bytes a layer"
+    smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers[0].body))
+    assert not moved(program.compiled.as_text(), smallest), "\n".join(moved(program.compiled.as_text(), smallest))
+    assert any(re.fullmatch("decode_attention.*", name) for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
+
+
+def test_a_transposed_cache_would_be_found():
+    words = jax.ShapeDtypeStruct((16, 8, 4096, 16), jnp.int16)
+    program = compile_for(H200, lambda x: jnp.swapaxes(x, 2, 3) + jnp.int16(0), (words,))
+    text = program.compiled.as_text()
+    size = 2 * math.prod(words.shape)
+    assert moved(text, size) or "transpose" in text
+    assert moved(f"%x = s16[16,8,4096,16]{{3,2,1,0}} transpose(%y)\n{text}", size)
+    assert not moved("%x = s16[16,8,4096,16]{3,2,1,0} transpose(%y)", size + 1)
