@@ -23,12 +23,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float16
 
+from pallas_kernels.parts import LOG2E, add_up, channel_statistic, dot, for_tokens, query_planes, token_statistic
 from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
 from pallas_kernels.tile import SPAN, Tile
 
-LOG2E = 1.4426950408889634
 Rows = list[Float[Array, "rows GP"]]
 
 
@@ -100,10 +100,8 @@ class Grouped(Side):
         return (*words, *statistics)
 
     def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
-        batch, heads, columns, channels = q.shape
-        p = self.planes
-        half = (q * (LOG2E * channels**-0.5)).astype(jnp.float16)
-        planes = jnp.moveaxis(half.reshape(batch, heads, columns, p.chunks, p.width), 3, 2)
+        p, (batch, heads, columns, _) = self.planes, q.shape
+        planes = query_planes(q, p.chunks)
         if self.axis == "tokens":
             return (planes,)
         sums = jnp.sum(planes.astype(jnp.float32), axis=-1)  # [B, K, chunks, GP], of the rounded queries
@@ -123,8 +121,8 @@ class Grouped(Side):
             if self.axis == "channels":
                 found.append(self._partial_scores(code, q, query[1:], slot, scale, zero, tile, asm))
             else:
-                dots = [_dot(self._values(*code(c), scale, zero, slot, c, tile, asm), q[c], (1, 1)) for c in range(self.planes.chunks)]
-                found.append(functools.reduce(jnp.add, dots))
+                dots = [dot(self._values(*code(c), scale, zero, slot, c, tile, asm), q[c], (1, 1)) for c in range(self.planes.chunks)]
+                found.append(add_up(dots))
         return found
 
     def _partial_scores(self, code: Any, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool) -> Array:
@@ -133,7 +131,7 @@ class Grouped(Side):
         for group in range(self._groups):
             part = jnp.broadcast_to(start[0][slot, group][None, :], (tile.size // self.slots, q[0].shape[0]))
             for c in self._group_chunks(group):
-                part = _dot(code(c)[0], q[c], (1, 1)) + part
+                part = dot(code(c)[0], q[c], (1, 1)) + part
             s = self._token_statistic(scale, group, slot, tile).astype(jnp.float32)[:, None]
             total = part * s if total is None else multiply_add(part, s, total, asm)
             if zero is not None:
@@ -148,7 +146,7 @@ class Grouped(Side):
             half = w.astype(jnp.float16)
             for c in range(self.planes.chunks):
                 values = self._values(*self._codes(low, high, slot, c, asm=asm), scale, zero, slot, c, tile, asm)
-                sums[c] = sums[c] + _dot(values, half, (0, 0))
+                sums[c] = sums[c] + dot(values, half, (0, 0))
         return sums
 
     def _open(self, refs: Sequence[Any], tile: Tile) -> tuple[list[Array], list[Array], Any, Any]:
@@ -176,31 +174,12 @@ class Grouped(Side):
             return subtract_scale(h, bias + (self.centre or 0), s, asm)
         return subtract_scale_add(h, bias, s, jnp.broadcast_to(z, h.shape), asm)
 
-    def _token_statistic(self, ref: Any, group: int, slot: int, tile: Tile) -> Float[Array, " rows"]:
-        """A scale or zero of each token of a slot, for one group of channels."""
-        if self.slots == 1:
-            found = ref[group, pl.ds(tile.offset(1), tile.size)]
-        else:
-            found = ref[group, pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, :].reshape(tile.size // self.slots)
-        found = self._half(found)
-        if tile.masked:  # unused capacity may hold anything, and 0 * nan is nan
-            found = jnp.where(tile.counts(tile.slot_tokens(self.slots, slot)), found, 0)
-        return found
+    def _token_statistic(self, ref: Any, group: int, slot: int, tile: Tile) -> Float16[Array, " rows"]:
+        return token_statistic(ref, group, self.slots, slot, tile, self.scale_dtype).astype(jnp.float16)
 
-    def _channel_statistic(self, ref: Any, chunk: int, tile: Tile) -> Float[Array, "rows W"]:
-        """A scale or zero of each channel of a chunk, repeated for the tokens of its group."""
-        groups, width = tile.size // self.group, self.planes.width
-        found = self._half(ref[pl.ds(tile.offset(self.group), groups), pl.ds(width * chunk, width)])
-        if tile.masked:
-            counted = tile.counts(self.group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0))
-            found = jnp.where(counted, found, 0)
-        rows = self.group // self.slots
-        return jnp.broadcast_to(found[:, None, :], (groups, rows, width)).reshape(groups * rows, width)
-
-    def _half(self, found: Array) -> Array:
-        if found.dtype == jnp.uint16:
-            found = lax.bitcast_convert_type(found, jnp.dtype(self.scale_dtype))
-        return found.astype(jnp.float16)
+    def _channel_statistic(self, ref: Any, chunk: int, tile: Tile) -> Float16[Array, "rows W"]:
+        found = channel_statistic(ref, self.planes, chunk, tile, self.group, self.scale_dtype)
+        return for_tokens(found, tile.size // self.slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,10 +204,10 @@ class Dense(Side):
         return (q.astype(self.dtype),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        return [_dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)]
+        return [dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)]
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
-        return [sums[0] + _dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
+        return [sums[0] + dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
 
     def _rows(self, ref: Any, tile: Tile) -> Float[Array, "tile H"]:
         found = ref[pl.ds(tile.offset(1), tile.size), :]
@@ -238,8 +217,3 @@ class Dense(Side):
             token = lax.broadcasted_iota(jnp.int32, (tile.size, 1), 0)
             found = jnp.where(tile.counts(token), found, 0)
         return found
-
-
-def _dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
-    axes = (contracted[0],), (contracted[1],)
-    return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)

@@ -13,6 +13,8 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention.reference import decode_rows
 from models import decode_step, forward, prefill, prepare, right_padded, score
+from models.decoding import implementations
+from pallas_kernels._launch import Launch
 from tests.compile_options import USUAL_COMPILE
 from tests.models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
@@ -266,3 +268,21 @@ def test_prepare_is_the_identity_for_methods_without_parameters_and_refuses_a_ca
         prepare(model(), "kivi", calibration="file.safetensors")
     with pytest.raises(ValueError, match="divisors"):
         prepare(model(), "kivi:group_size=24,block=24")
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq"])
+def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
+    llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)
+    tokens = random_tokens((1, 300))
+    found = {}
+    for implementation in ("xla", Launch(interpret=True)):
+        _, cache = prefill(llama, kvq.init_cache(spec, llama.config, 1, 320, "bfloat16"), tokens[:, :-1])
+        kernel_step = jax.jit(decode_step, static_argnames="implementation", donate_argnames="cache")
+        logits, cache = kernel_step(llama, cache, tokens[:, -1], implementation=implementation)
+        found[implementation] = np.asarray(logits, np.float32)
+        assert implementations(cache, implementation) == (("xla",) if implementation == "xla" else ("pallas",)) * len(cache.plans)
+    xla, kernels = found.values()
+    assert row_errors(kernels, xla).max() < 2e-2, spec
+    assert row_errors(kernels[:, ::-1], xla).max() > 0.3, "reversed logits would pass"
+    with pytest.raises(ValueError, match="2 new tokens in one step"):
+        jax.eval_shape(lambda c, t: decode_step(llama, c, t, implementation=Launch(interpret=True)), cache, tokens[:, :2])

@@ -1,0 +1,182 @@
+"""Choosing entries of a table by the bits of packed codes, in registers: building blocks of codebook.py and polar.py.
+
+A table in memory cannot be indexed with a tile of codes: a gather per element is what low-bit kernels must not do. Here an entry is chosen
+by the bits of its code, with a tree of selects: bit 0 halves the entries, bit 1 the rest, and so on, 2^bits - 1 selects in all. In assembly
+a bit becomes a mask of its 16-bit half (one shift, one `prmt`), and one `lop3` selects for two elements; a table of 8 or 16 entries that
+all channels share is read from registers by `prmt`, which looks up bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float16, Int16, Int32
+
+from pallas_kernels.planes import Planes, half2
+from pallas_kernels.tile import Tile
+
+Entry = Float16[Array, "#rows #W"]
+
+
+# ---- codes, bit by bit ----
+
+
+class Bit(NamedTuple):
+    """Where one bit of a code is: bit `position` of the words of a tile, in one of the plane sets."""
+
+    set: int
+    tile: int
+    position: int
+
+
+def plane_sets(bits: int) -> tuple[int, ...]:
+    """Bits of each plane set, the low bits first: powers of two, widest first (as `kvq_jax.packing` stores them)."""
+    return tuple(1 << i for i in reversed(range(4)) if bits >> i & 1)
+
+
+@functools.cache
+def code_bits(planes: Planes, slot: int, chunk: int) -> tuple[Bit, ...]:
+    """Where the bits of a chunk's codes are, lowest first."""
+    number, found = slot * planes.chunks + chunk, []
+    for i, bits in enumerate(plane_sets(planes.bits)):
+        index, tile = divmod(number, planes.tiles(bits))
+        found += [Bit(i, tile, bits * index + j) for j in range(bits)]
+    return tuple(found)
+
+
+class Words(NamedTuple):
+    """The words of a tile of tokens: tiles[set][j] are W-wide tiles of [tile / slots] rows."""
+
+    tiles: list[list[Int16[Array, "rows W"]]]
+
+    @classmethod
+    def read(cls, refs: Sequence[Any], planes: Planes, tile: Tile) -> Words:
+        rows = pl.ds(tile.offset(planes.slots), tile.size // planes.slots)
+        sets = zip(refs, plane_sets(planes.bits), strict=False)
+        return cls([[ref[rows, pl.ds(planes.width * j, planes.width)] for j in range(planes.tiles(bits))] for ref, bits in sets])
+
+    def of(self, bit: Bit) -> Int16[Array, "rows W"]:
+        return self.tiles[bit.set][bit.tile]
+
+    def moved(self, bit: Bit, to: int) -> Int16[Array, "rows W"]:
+        """Words in which the bit stands at position `to`, among other bits."""
+        words, by = self.of(bit), bit.position - to
+        if by > 0:
+            return lax.shift_right_logical(words, jnp.full((), by, jnp.int16))
+        return lax.shift_left(words, jnp.full((), -by, jnp.int16)) if by < 0 else words
+
+
+def chosen(words: Words, bits: Sequence[Bit], entries: Sequence[Entry], asm: bool) -> Float16[Array, "rows W"]:
+    """entries[code] for the codes that `bits` (lowest first) spell; len(entries) == 2^len(bits)."""
+    for bit in bits:
+        choose = selector(words, bit, asm)
+        entries = [choose(high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+    [found] = entries
+    return found
+
+
+def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
+    """A table of 8 or 16 entries as `permuted` wants it: the low bytes of all entries, four in a word, then the high bytes."""
+    bits = lax.bitcast_convert_type(table, jnp.uint16).astype(jnp.uint32)
+    planes = jnp.stack([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-2)  # [*lead, 2, entries]
+    shifts = jnp.broadcast_to(jnp.arange(0, 32, 8, dtype=jnp.uint32), (*planes.shape[:-1], planes.shape[-1] // 4, 4))
+    words = jnp.sum(planes.reshape(shifts.shape) << shifts, axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(*table.shape[:-1], -1)
+
+
+def permuted(words: Words, bits: Sequence[Bit], table: Sequence[Int32[Array, ""]]) -> Float16[Array, "rows W"]:
+    """entries[code] in assembly, for one table of all channels (`byte_planes`): a `prmt` reads four bytes of a table of eight.
+
+    Half the instructions of a tree for 16 entries, and the table takes 8 registers whatever the tile.
+    """
+    low, high = (2 + 2 * i for i in (0, len(table) // 2))  # a 32-bit operand is a pair of registers, here the same twice
+
+    def entries_of(half: int, into: str) -> str:
+        l, h = low + 4 * half, high + 4 * half  # noqa: E741
+        return f"prmt.b32 l, ${l}, ${l + 2}, s; prmt.b32 h, ${h}, ${h + 2}, s; prmt.b32 {into}, l, h, 0x5140;"
+
+    # codes of both halves side by side as a selector, whose nibbles have no fourth bit
+    assembly = "shr.b32 s, $1, 12; lop3.b32 s, s, $1, 0x77, 0xa8;"
+    if len(bits) == 3:
+        assembly += entries_of(0, "$0")
+    else:
+        assembly += entries_of(0, "a") + entries_of(1, "b") + "shl.b32 m, $1, 12; prmt.b32 m, m, 0, 0xbb99; lop3.b32 $0, m, b, a, 0xca;"
+    codes = _gathered(words, bits, 0, 0, asm=True)
+    [found] = plt.elementwise_inline_asm(
+        f"{{ .reg .b32 s, l, h, a, b, m; {assembly} }}",
+        args=[codes, *(jnp.broadcast_to(word, codes.shape) for word in table)],
+        constraints=",".join(["=r", "r"] + ["r", "r"] * len(table)),
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
+    )
+    return found
+
+
+def selector(words: Words, bit: Bit, asm: bool) -> Any:
+    """choose(a, b): a where the bit is set, else b."""
+    if not asm:
+        is_set = (words.of(bit) & _int16(1 << bit.position)) != _int16(0)
+        return lambda a, b: jnp.where(is_set, a, b)
+    # the bit goes to the top of its half; prmt repeats the top bit of bytes 1 and 3 over both bytes of a half
+    mask = half2(f"{{ .reg .b32 t; shl.b32 t, $1, {15 - bit.position}; prmt.b32 $0, t, 0, 0xbb99; }}", words.of(bit))
+    return lambda a, b: half2("lop3.b32 $0, $1, $2, $3, 0xca;", mask, a, b)
+
+
+def negated(x: Float16[Array, "rows W"], words: Words, bits: Sequence[Bit], asm: bool) -> Float16[Array, "rows W"]:
+    """-x where an odd number of the bits is set, else x."""
+    for bit in bits:
+        if asm:
+            x = half2(f"{{ .reg .b32 t; shl.b32 t, $1, {15 - bit.position}; lop3.b32 $0, t, 0x80008000, $2, 0x6a; }}", words.of(bit), x)
+        else:
+            sign = words.moved(bit, 15) & _int16(1 << 15)
+            x = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) ^ sign, jnp.float16)
+    return x
+
+
+def number(words: Words, bits: Sequence[Bit], asm: bool) -> tuple[Float16[Array, "rows W"], int]:
+    """(bias + code in fp16, bias) of the codes that `bits` spell, lowest first, by the exponent trick of planes.py."""
+    # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
+    first = bits[0].position
+    at = next(place for place in (first, first - 8, 0) if 0 <= place <= 10 - len(bits))
+    return _gathered(words, bits, at, (25 - at) << 10, asm), 1 << (10 - at)
+
+
+def _gathered(words: Words, bits: Sequence[Bit], at: int, base: int, asm: bool) -> Float16[Array, "rows W"]:
+    """base | code << at, as the bits of fp16 numbers."""
+    runs: list[list[int]] = []  # neighbouring bits of one word, which move together
+    for i, bit in enumerate(bits):
+        if runs and bit == bits[i - 1]._replace(position=bits[i - 1].position + 1):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    found: Array | None = None
+    for run in runs:
+        bit, to = bits[run[0]], at + run[0]
+        mask = sum(1 << (at + i) for i in run)
+        if asm:
+            by = bit.position - to
+            move = f"{'shr' if by > 0 else 'shl'}.b32 t, $1, {abs(by)};"
+            rest = _twice(base) if found is None else "$2"
+            operands = [words.of(bit), *([] if found is None else [found])]
+            found = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {_twice(mask)}, {rest}, 0xea; }}", *operands)
+        else:
+            part = words.moved(bit, to) & _int16(mask)
+            found = part | (_int16(base) if found is None else found)
+    assert found is not None
+    return found if asm else lax.bitcast_convert_type(found, jnp.float16)
+
+
+def _twice(constant: int) -> str:
+    return f"{constant << 16 | constant:#x}"
+
+
+def _int16(bits: int) -> np.int16:
+    return np.uint16(bits).view(np.int16)

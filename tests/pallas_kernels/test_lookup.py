@@ -1,0 +1,332 @@
+"""Sides that look codes up in tables, interpreted, against plain sums over the rows that the same codes stand for; their lowering; and
+their assembly, executed one instruction after the other in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvq_jax.packing import pack, plane_layout, unpack
+from pallas_kernels import lookup, matvec
+from pallas_kernels._launch import Launch
+from pallas_kernels.codebook import Codebook
+from pallas_kernels.decode import Tuning, decode_attention
+from pallas_kernels.lookup import Bit, Words
+from pallas_kernels.planes import Planes, plt
+from pallas_kernels.polar import Polar, quadrant_cos_sin
+from pallas_kernels.sides import Side
+from tests.pallas_kernels.kernel_cases import row_errors
+from tests.pallas_kernels.lowering import lower_for_cuda
+
+BATCH, HEADS, GROUP, CAPACITY = 1, 2, 4, 256
+TUNING = Tuning(tile=128, cores=BATCH * HEADS, resident=1)
+INTERPRETED = Launch(interpret=True)
+TOLERANCE = 2e-3
+
+
+def planes(bits: int, channels: int) -> Planes:
+    layout = plane_layout(bits, channels, 32)
+    return Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A side, and how its stored arrays are made."""
+
+    id: str
+    side: Codebook | Polar
+    table_per_head: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        count, width = self.side.chunks
+        return count * width
+
+
+def codebook(bits: int, head_dim: int, group: int | None, per_channel: bool = False, per_head: bool = False, dtype="float16") -> Case:
+    table = f"{'channels' if per_channel else 'shared'}{'_heads' if per_head else ''}"
+    return Case(f"codebook{bits}_{table}_{group}", Codebook(planes(bits, head_dim), per_channel, group, dtype), per_head)
+
+
+def polar(angle: int, radius: int, head_dim: int, angles: Any, formula: Any, group: int = 64) -> Case:
+    side = Polar(planes(angle + radius, head_dim // 2), angle, group, angles, formula)
+    return Case(f"polar{angle}{radius}_{angles}_{formula}_h{head_dim}", side)
+
+
+CASES = (
+    codebook(2, 64, None),
+    codebook(2, 128, 128, per_channel=True, per_head=True, dtype="bfloat16"),
+    codebook(3, 64, 32),
+    codebook(3, 128, None, per_channel=True),
+    codebook(4, 64, 64, per_channel=True),
+    codebook(4, 128, 128, per_head=True),
+    polar(4, 4, 128, "grid", "table", 128),
+    polar(4, 2, 128, "grid", "table"),
+    polar(3, 2, 128, "grid", "table"),
+    polar(3, 4, 128, "grid", "trigonometry"),
+    polar(4, 3, 128, "grouped", "trigonometry", 128),
+    polar(4, 4, 64, "grouped", "table", 32),
+)
+VALUES = tuple(case for case in CASES if isinstance(case.side, Codebook))
+
+
+def each(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
+
+
+def arrays(case: Case, seed: int = 0) -> list[np.ndarray]:
+    """What a cache would store: words, then the side's other arrays; 16-bit floats of statistics as their bits."""
+    rng, side = np.random.default_rng(seed), case.side
+    codes = rng.integers(0, 1 << side.planes.bits, (BATCH, HEADS, CAPACITY, side.planes.channels))
+    words = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(side.planes.bits, side.planes.channels, 32))]
+    if isinstance(side, Codebook):
+        shape = (1 << side.planes.bits, *([case.head_dim] if side.per_channel else []))
+        found = [rng.standard_normal((HEADS, *shape) if case.table_per_head else shape).astype(np.float16)]
+        ranges = [] if side.group is None else [(0.5, 1.5), (-1.0, 1.0)]
+        statistics_shape = (BATCH, HEADS, case.head_dim // (side.group or 1), CAPACITY)
+    else:
+        found, step = [], 2 * np.pi / (1 << side.angle_bits)
+        ranges = [(0.2, 1.0), (0.0, 1.0), (0.4 * step, step), (-1.0, 1.0)][: 2 if side.angles == "grid" else 4]
+        statistics_shape = (BATCH, HEADS, CAPACITY // side.group, side.planes.channels)
+    statistics = [jnp.asarray(rng.uniform(*r, statistics_shape), side.scale_dtype) for r in ranges]
+    return [*words, *found, *(np.asarray(jax.lax.bitcast_convert_type(s, jnp.uint16)) for s in statistics)]
+
+
+def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
+    """The vectors [B, K, S, H] that stored arrays stand for, in float64."""
+    side = case.side
+    sets = len(lookup.plane_sets(side.planes.bits))
+    layout = plane_layout(side.planes.bits, side.planes.channels, 32)
+    codes = np.asarray(unpack(tuple(map(jnp.asarray, stored[:sets])), layout)).astype(np.int64)
+    floats = [a if a.dtype != np.uint16 else np.asarray(jnp.asarray(a).view(side.scale_dtype), np.float64) for a in stored[sets:]]
+    if isinstance(side, Codebook):
+        table = floats[0].astype(np.float64) if case.table_per_head else np.broadcast_to(floats[0], (HEADS, *floats[0].shape))
+        table = table if side.per_channel else np.broadcast_to(table[..., None], (*table.shape, case.head_dim))
+        found = np.take_along_axis(np.broadcast_to(table[None], (BATCH, *table.shape)), codes, axis=2)
+        if side.group is not None:
+            scale, zero = (np.repeat(np.swapaxes(s, 2, 3), side.group, axis=3) for s in floats[1:])
+            found = found * scale + zero
+        return found
+    scale, zero, *angle = (np.repeat(s, side.group, axis=2) for s in floats)
+    turn, count = codes % (1 << side.angle_bits) + 0.5, 1 << side.angle_bits
+    theta = turn * angle[0] + angle[1] if angle else turn * 2 * np.pi / count
+    radius = (codes // count + 0.5) * scale + zero
+    return np.concatenate([radius * np.cos(theta), radius * np.sin(theta)], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("side", "how"))
+def scores(side: Side, q: jax.Array, stored: list[jax.Array], how: Launch) -> jax.Array:
+    return matvec.scores(q, side, stored, capacity=CAPACITY, tuning=TUNING, how=how)
+
+
+@functools.partial(jax.jit, static_argnames=("side", "how"))
+def weighted_values(side: Side, p: jax.Array, stored: list[jax.Array], how: Launch) -> jax.Array:
+    return matvec.weighted_values(p, side, stored, tuning=TUNING, how=how)
+
+
+def query(case: Case) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(8).standard_normal((BATCH, HEADS, GROUP, case.head_dim)), jnp.float32)
+
+
+def weights() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(9).random((BATCH, HEADS, GROUP, CAPACITY)), jnp.float32)
+
+
+def shifted(case: Case, stored: list[np.ndarray]) -> list[np.ndarray]:
+    """The first statistic, or else the table, shifted by one group of channels, group of tokens or entry."""
+    found, sets = list(stored), len(lookup.plane_sets(case.side.planes.bits))
+    if isinstance(case.side, Polar):
+        at, axis = sets, 2
+    else:
+        at, axis = (sets, -2 if case.side.per_channel else -1) if case.side.group is None else (sets + 1, -1)
+    found[at] = np.roll(stored[at], 1, axis=axis)
+    return found
+
+
+def check_scores(case: Case, how: Launch) -> None:
+    q, stored = query(case), arrays(case)
+    found = scores(case.side, q, stored, how)
+
+    def error(rows_: np.ndarray) -> float:
+        return row_errors(found, np.einsum("bkgh,bksh->bkgs", q, rows_)).max()
+
+    assert error(rows(case, stored)) < TOLERANCE
+    assert error(np.roll(rows(case, stored), 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
+    assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale or table would pass"
+
+
+def check_values(case: Case, how: Launch) -> None:
+    p, stored = weights(), arrays(case)
+    found = weighted_values(case.side, p, stored, how)
+
+    def error(rows_: np.ndarray) -> float:
+        return row_errors(found, np.einsum("bkgs,bksh->bkgh", p, rows_)).max()
+
+    assert error(rows(case, stored)) < TOLERANCE
+    assert error(np.roll(rows(case, stored), 1, axis=2)) > 10 * TOLERANCE, "the values of the tokens before would pass"
+    assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale or table would pass"
+
+
+@each(CASES)
+def test_scores_equal_the_reference_on_the_same_codes(case):
+    check_scores(case, INTERPRETED)
+
+
+@each(VALUES)
+def test_weighted_values_equal_the_reference_on_the_same_codes(case):
+    check_values(case, INTERPRETED)
+
+
+def test_both_kinds_of_tables_serve_attention_and_ignore_unused_capacity():
+    keys, values = polar(4, 4, 64, "grouped", "table", 32), codebook(2, 64, 64)
+    k, v, q, limit = arrays(keys, 1), arrays(values, 2), query(keys), 150
+    spoiled = [[a.copy() for a in side] for side in (k, v)]
+    for a in spoiled[0]:
+        a[:, :, -(CAPACITY - 192) * a.shape[2] // CAPACITY :] = 0x7FFF  # words, and fp16 nan
+    spoiled[1][0][:, :, limit + 10 :] = -1
+    for a in spoiled[1][2:]:
+        a[..., limit:] = 0x7FFF
+
+    @jax.jit
+    def attend(k, v):
+        return decode_attention(
+            q, (keys.side, k), (values.side, v), jnp.asarray([limit]), capacity=CAPACITY, tuning=TUNING, how=INTERPRETED
+        )
+
+    k_rows, v_rows = (rows(case, stored)[:, :, :limit] for case, stored in ((keys, k), (values, v)))
+    s = np.einsum("bkgh,bksh->bkgs", q, k_rows) * keys.head_dim**-0.5
+    e = np.exp(s - s.max(axis=-1, keepdims=True))
+    wanted = np.einsum("bkgs,bksh->bkgh", e / e.sum(axis=-1, keepdims=True), v_rows)
+    for name, stored in {"clean": (k, v), "spoiled": spoiled}.items():
+        part = attend(*stored)
+        assert row_errors(part.o / part.l, wanted).max() < 5 * TOLERANCE, name
+    assert row_errors(part.o / part.l, np.roll(wanted, 1, axis=1)).max() > 0.1
+
+
+def test_values_in_polar_form_and_tables_of_other_sizes_are_refused():
+    case = polar(4, 4, 128, "grid", "table", 128)
+    with pytest.raises(NotImplementedError, match="polar codes hold keys"):
+        weighted_values(case.side, weights(), arrays(case), INTERPRETED)
+    case = codebook(2, 64, None)
+    with pytest.raises(ValueError, match=r"the table is \(4,\)"):
+        scores(case.side, query(case), [arrays(case)[0], np.zeros(8, np.float16)], INTERPRETED)
+
+
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@each(CASES)
+def test_every_table_lowers_for_cuda(case, arithmetic):
+    stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays(case)]
+    text = lower_for_cuda(lambda *a: scores(case.side, a[0], list(a[1:]), Launch(arithmetic)), query(case), *stored)
+    assert "matvec_scores" in text
+    if case in VALUES:
+        text = lower_for_cuda(lambda *a: weighted_values(case.side, a[0], list(a[1:]), Launch(arithmetic)), weights(), *stored)
+        assert "matvec_values" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@each(CASES)
+def test_every_table_runs_on_a_gpu(case, arithmetic):
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    check_scores(case, Launch(arithmetic))
+    if case in VALUES:
+        check_values(case, Launch(arithmetic))
+
+
+# ---- the assembly, in NumPy ----
+
+U = np.uint32
+
+
+def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """prmt.b32: each nibble of the selector chooses a byte of b:a; its top bit repeats that byte's top bit instead."""
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    source, found = np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]), np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> U(4 * i) & U(15)
+        byte = np.take_along_axis(source, (nibble & U(7)).astype(np.int64)[None], axis=0)[0]
+        found |= np.where(nibble & U(8), (byte >> U(7)) * U(255), byte) << U(8 * i)
+    return found
+
+
+def logical(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """lop3.b32: bit (a, b, c) of the table for each bit."""
+    terms = []
+    for i in range(8):
+        if int(table) >> i & 1:
+            terms.append((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
+    return functools.reduce(np.bitwise_or, terms)
+
+
+INSTRUCTIONS = {"shl.b32": np.left_shift, "shr.b32": np.right_shift, "prmt.b32": permuted, "lop3.b32": logical}
+
+
+def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
+    """Stands for `plt.elementwise_inline_asm` on pairs: two 16-bit elements share a register, two 32-bit elements have one each."""
+    assert pack == 2
+    operands = [np.ascontiguousarray(a).view(U) for a in args]
+    operands = [x for a, o in zip(args, operands, strict=True) for x in ([o] if a.dtype.itemsize == 2 else [o[..., ::2], o[..., 1::2]])]
+    registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
+    for statement in assembly.strip("{} ").split(";"):
+        name, _, operands = statement.strip().partition(" ")
+        if name in INSTRUCTIONS:
+            into, *sources = re.split(r",\s*", operands)
+            values = [registers[s] if s in registers else U(int(s, 0)) for s in sources]
+            registers[into] = np.asarray(INSTRUCTIONS[name](*values), U)
+        else:
+            assert name in ("", ".reg"), f"an instruction without a meaning here: {statement}"
+    [result] = result_shape_dtypes
+    return [jnp.asarray(registers["$0"].view(np.uint16).view(result.dtype).reshape(result.shape))]
+
+
+@pytest.fixture
+def assembler(monkeypatch):
+    monkeypatch.setattr(plt, "elementwise_inline_asm", execute)
+
+
+def both(function: Any) -> tuple[Any, Any]:
+    return tuple(np.asarray(jnp.asarray(function(asm)).view(jnp.uint16)) for asm in (True, False))
+
+
+@pytest.mark.usefixtures("assembler")
+@pytest.mark.parametrize("positions", [(0, 1), (14, 15), (3, 8, 15), (4, 5, 6, 7), (12, 13, 14, 15)])
+def test_assembly_computes_what_array_operations_compute(positions):
+    """For every word, beside some other one in its register: bit for bit."""
+    everything = np.arange(65536, dtype=np.uint32)
+    pairs = np.stack([everything, everything[::-1] * 40503 % 65536], axis=-1).astype(np.uint16).view(np.int16).reshape(4096, 32)
+    words, bits = Words([[jnp.asarray(pairs)]]), [Bit(0, 0, p) for p in positions]
+    code = sum((pairs.view(np.uint16) >> p & 1) << i for i, p in enumerate(positions))
+    entries = np.random.default_rng(0).standard_normal((1 << len(bits), 1, 32)).astype(np.float16)
+
+    asm, plain = both(lambda asm: lookup.chosen(words, bits, list(jnp.asarray(entries)), asm))
+    wanted = np.take_along_axis(entries[:, 0], code, axis=0).view(np.uint16)
+    np.testing.assert_array_equal(plain, wanted)
+    np.testing.assert_array_equal(asm, wanted)
+    shared = np.ascontiguousarray(entries[:, 0, 0])
+    if len(bits) > 2:
+        found = lookup.permuted(words, bits, list(lookup.byte_planes(jnp.asarray(shared))))
+        np.testing.assert_array_equal(np.asarray(found).view(np.uint16), shared[code].view(np.uint16))
+    assert (np.take_along_axis(entries[:, 0], code ^ 1, axis=0).view(np.uint16) != wanted).mean() > 0.9
+
+    for asm in (True, False):
+        found, bias = lookup.number(words, bits, asm)
+        np.testing.assert_array_equal(np.asarray(found, np.float32) - bias, code)
+
+    x = jnp.asarray(np.broadcast_to(entries[0], pairs.shape))
+    asm, plain = both(lambda asm: lookup.negated(x, words, bits[:2], asm))
+    np.testing.assert_array_equal(asm, plain)
+    np.testing.assert_array_equal(plain.view(np.float16), np.where((code ^ code >> 1) & 1, -x, x))
+
+    for asm in (True, False):
+        cos, sin = quadrant_cos_sin(words, bits, asm)
+        theta = (code + 0.5) * 2 * np.pi / (1 << len(bits))
+        np.testing.assert_allclose(np.asarray(cos, np.float64), np.cos(theta), atol=5e-4)
+        np.testing.assert_allclose(np.asarray(sin, np.float64), np.sin(theta), atol=5e-4)
