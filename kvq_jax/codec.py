@@ -82,6 +82,10 @@ class Codec(abc.ABC):
         """A `pallas_kernels.sides.Side` with which fused kernels read the body, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any] | None:
+        """(scheme, divisor of the rows or None) for `pallas_kernels.quantize`; None where `encode` has no kernel."""
+        return None
+
 
 def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"]) -> Float[Array, "B K R C"]:
     """q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated."""

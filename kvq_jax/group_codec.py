@@ -58,3 +58,6 @@ class GroupCodec(Codec):
         from kvq_jax.attention.kernel_sides import grouped
 
         return grouped(self)
+
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any] | None:
+        return self.format.scheme, None

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
 from kvq_jax.attention import dispatch, streaming
-from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.body import store_blocks
 from kvq_jax.codec import Codec
 from kvq_jax.regions import Regions
@@ -74,17 +74,20 @@ class LayerPlan:
         return dataclasses.replace(zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))
 
 
-def prefill_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree) -> tuple[QueryBNTH, LayerState, Tree]:
+def prefill_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
+) -> tuple[QueryBNTH, LayerState, Tree]:
     """Attention of prompt tokens, and the state with them added.
 
     Attention is exact inside the prompt and over the windows; what was in the body before is read quantized. Rows of the batch that were
-    empty get their prompt statistics here.
+    empty get their prompt statistics here. `implementation` quantizes; attention of many tokens is XLA's.
     """
     params = params or ((), ())
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
     out = streaming.attend(plan, params, state, state.body, inputs, limits)
-    return out, append_layer(plan, params, state, inputs, prefill=True), carry
+    how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1, inputs.q_rot.shape[0])
+    return out, append_layer(plan, params, state, inputs, prefill=True, how=how), carry
 
 
 def decode_layer(
@@ -93,14 +96,18 @@ def decode_layer(
     """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
     was at its turn. `implementation`: see attention/dispatch.py."""
     params = params or ((), ())
-    after = append_layer(plan, params, state, inputs, prefill=False)
+    batch, heads, tokens, _ = inputs.q_rot.shape
+    how = dispatch.choose(implementation, plan, heads, tokens, batch)
+    after = append_layer(plan, params, state, inputs, prefill=False, how=how)
     limits = plan.regions.body(inputs.positions + 1)
-    return dispatch.attend(plan, params, state, after.body, inputs, limits, implementation), after, carry
+    return dispatch.attend(plan, params, state, after.body, inputs, limits, how), after, carry
 
 
-def append_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, *, prefill: bool) -> LayerState:
+def append_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, *, prefill: bool, how: Launch | None = None
+) -> LayerState:
     """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
-    body."""
+    body, by a kernel where `how` launches one."""
     regions = plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
@@ -109,7 +116,7 @@ def append_layer(plan: LayerPlan, params: Tree, state: LayerState, inputs: Layer
         rows = codec.rows((params or ((), ()))[side], inputs).astype(state.ring[side].dtype)
         sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
         ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(regions, codec, (params or ((), ()))[side], state, side, rows, start, total, prefill))
+        body.append(_age(regions, codec, (params or ((), ()))[side], state, side, rows, start, total, prefill, how))
     return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
 
 
@@ -138,7 +145,16 @@ def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Floa
 
 
 def _age(
-    regions: Regions, codec: Codec, params: Tree, state: LayerState, side: int, rows: Array, start: LengthsB, total: LengthsB, prefill: bool
+    regions: Regions,
+    codec: Codec,
+    params: Tree,
+    state: LayerState,
+    side: int,
+    rows: Array,
+    start: LengthsB,
+    total: LengthsB,
+    prefill: bool,
+    how: Launch | None,
 ) -> Tree:
     """The body with the blocks that leave the window when `start` tokens become `total`."""
     block, tokens = regions.block, rows.shape[2]
@@ -152,7 +168,7 @@ def _age(
 
     def encode() -> Tree:
         source = take_tokens(jnp.concatenate([state.ring[side], rows], axis=2), index)
-        return codec.encode(params, state.stats[side], source, prefill=prefill)
+        return dispatch.encode(codec, params, state.stats[side], source, prefill=prefill, how=how)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))

@@ -1,4 +1,4 @@
-"""Which implementation reads the body of a layer in a decode step: XLA's chunks, or a fused kernel over the packed words.
+"""Which implementation reads the body of a layer in a decode step, and quantizes what ages into it: XLA, or a fused kernel.
 
 None       a kernel where the process runs on a GPU and `unsupported` finds no obstacle, else XLA
 "xla"      the streaming path, everywhere
@@ -9,20 +9,24 @@ a Launch   the kernel, launched in just this way, whatever the device: for tests
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, Tree
+from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.attention import online, streaming
+from kvq_jax.codec import Codec
+from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import LAUNCH, Launch
 from pallas_kernels.decode import TUNING, decode_attention, least_tile
-from pallas_kernels.sides import Side
+from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN
 
 if TYPE_CHECKING:
+    from kvq_jax.group_codec import GroupCodec
     from kvq_jax.layer import LayerPlan, LayerState
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
@@ -76,13 +80,24 @@ def attend(
     body: tuple[Tree, Tree],
     inputs: LayerInputs,
     limits: PositionsBT,
-    implementation: Implementation,
+    how: Launch | None,
 ) -> QueryBNTH:
-    """`streaming.attend`, the body read as `implementation` says."""
-    batch, heads, tokens, _ = inputs.q_rot.shape
-    how = choose(implementation, plan, heads, tokens, batch)
+    """`streaming.attend`; the body is read by the kernel where `how` (from `choose`) launches it."""
     reader = streaming.read_chunks if how is None else functools.partial(_read_packed, how)
     return streaming.attend(plan, params, windows, body, inputs, limits, reader)
+
+
+def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, how: Launch | None) -> Tree:
+    """`codec.encode`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one: the same codes but for at
+    most 1e-4 of them, which differ by one."""
+    job = codec.kernel_job(stats, prefill=prefill) if how is not None else None
+    side = codec.kernel_side()
+    if how is None or job is None or not isinstance(side, Grouped):
+        return codec.encode(params, stats, rows, prefill=prefill)
+    scheme, divisor = job
+    format = cast("GroupCodec", codec).format
+    packed = quantize_rows(rows, side, scheme, format.bits, divisor=divisor, how=how)
+    return Quantized(packed.words, packed.scale, packed.zero, format)
 
 
 def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, rows: Array, part: online.Part) -> online.Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -43,9 +43,14 @@ class InnerQCodec(GroupCodec):
         return jnp.ones((batch, heads, 1, self.format.channels), jnp.float32) if self.normalize else ()
 
     def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
-        scheme: Scheme = self.format.scheme if prefill or self.hybrid_decode else "sym"
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
-        return quantized.quantize(scaled, self.format, scheme)
+        return quantized.quantize(scaled, self.format, self._scheme(prefill))
+
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any] | None:
+        return self._scheme(prefill), stats if self.normalize else None
+
+    def _scheme(self, prefill: bool) -> Scheme:
+        return self.format.scheme if prefill or self.hybrid_decode else "sym"
 
     def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
         rows = quantized.dequantize(body)
