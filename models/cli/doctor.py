@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.attention import dispatch, kernel_sides
 from kvq_jax.codec import Codec
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.layer import LayerPlan
@@ -21,14 +22,14 @@ from models.cli import inputs
 from models.cli.console import input_errors, print_json, print_table
 from models.config import LlamaConfig
 
-KERNEL_HEAD_DIMS = (64, 128, 256)
 LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 DESCRIPTION = """\
 Tells layer by layer what a cache will apply to a model and what it will leave exact, and why: resolved bits and groups,
-packing and its padding, skipped layers. Looks at head dim, QK-norm, RoPE, sliding window and the key projection's bias,
-and warns of what is known to go wrong. Of the weights, it reads only k_proj biases, and only from a local directory."""
+packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim, QK-norm, RoPE,
+sliding window and the key projection's bias, and warns of what is known to go wrong. Of the weights, it reads only
+k_proj biases, and only from a local directory."""
 
 EPILOG = f"""\
 example:
@@ -51,7 +52,8 @@ def run(options: argparse.Namespace) -> None:
     context = options.context or config.max_position_embeddings
     cache = kvq.layout(options.cache, config, 1, context)
     biases = key_biases(inputs.locate(options.model), config)
-    layers = [describe_layer(index, plan, cache.spec) | _bias_facts(biases, index) for index, plan in enumerate(cache.plans)]
+    heads = config.num_attention_heads
+    layers = [describe_layer(index, plan, cache.spec, heads) | _bias_facts(biases, index) for index, plan in enumerate(cache.plans)]
     result = {
         "model": options.model,
         "cache": str(cache.spec),
@@ -72,8 +74,8 @@ def run(options: argparse.Namespace) -> None:
 # --- layers -------------------------------------------------------------------------------------------------------------------------------
 
 
-def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec) -> dict[str, Any]:
-    """Both sides of a layer, and why a side is left exact where it is."""
+def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int) -> dict[str, Any]:
+    """Both sides of a layer, why a side is left exact where it is, and why no GPU kernel reads it where none does (else None)."""
     skipped = index in spec.skip_layers
     exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
     if skipped:
@@ -83,7 +85,13 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec) -> dict[str
     else:
         reason = next((f"{side} is dense" for side in exact if exact[side]), None)
     sides = {side: describe_side(codec, plan) for side, codec in zip(("k", "v"), plan.codecs, strict=True)}
-    return {"layer": index, "quantized": not skipped and not all(exact.values()), "reason": reason, **sides}
+    return {
+        "layer": index,
+        "quantized": not skipped and not all(exact.values()),
+        "reason": reason,
+        "no_kernel": dispatch.unsupported(plan, query_heads, 1),
+        **sides,
+    }
 
 
 def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
@@ -124,12 +132,10 @@ def _options(value: Any) -> dict[str, Any]:
 def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
     """What of the model matters to a cache, in words."""
     h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.prompt_statistics]
-    kernels = ", ".join(map(str, KERNEL_HEAD_DIMS))
     return {
         "model": f"{config.model_type}, {config.num_hidden_layers} layers",
         "heads": f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads",
-        "head_dim": f"{h}, "
-        + (f"which GPU kernels can serve ({kernels})" if h in KERNEL_HEAD_DIMS else f"XLA path only: GPU kernels serve {kernels}"),
+        "head_dim": str(h),
         "qk_norm": "yes; keys are cached after it" if config.qk_norm else "none",
         "rope": f"{config.rope.rope_type}, theta {config.rope.theta:g}"
         + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
@@ -190,7 +196,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
             f"rope type dynamic: the base is frozen from the capacity ({cache.capacity}), since cached keys keep their rotation; "
             f"output equals Hugging Face's up to {config.max_position_embeddings} tokens"
         )
-    if config.head_dim not in KERNEL_HEAD_DIMS:
+    if config.head_dim not in kernel_sides.HEAD_DIMS:
         found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
     padded = {c.format.layout.chunks * c.format.layout.plane for p in cache.plans for c in p.codecs if isinstance(c, GroupCodec)}
     wasteful = max(padded, default=config.head_dim)
@@ -231,13 +237,20 @@ def _print(result: dict[str, Any]) -> None:
         first, last = run[0]["layer"], run[-1]["layer"]
         what = "quantized" if run[0]["quantized"] else "exact"
         rows.append(
-            (first if first == last else f"{first}-{last}", what, run[0]["reason"] or "", _side_text(run[0]["k"]), _side_text(run[0]["v"]))
+            (
+                first if first == last else f"{first}-{last}",
+                what,
+                run[0]["reason"] or "",
+                _side_text(run[0]["k"]),
+                _side_text(run[0]["v"]),
+                f"no: {run[0]['no_kernel']}" if run[0]["no_kernel"] else "yes",
+            )
         )
     title = (
         f"{result['cache']} at {result['context']} tokens: {regions['body']} in the body, "
         f"exact windows sink {regions['sink']}, recent {regions['recent']}, block {regions['block']}"
     )
-    print_table(title, ("layers", "is", "because", "keys", "values"), rows)
+    print_table(title, ("layers", "is", "because", "keys", "values", "GPU kernel"), rows)
     biases = [
         (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values())) for layer in result["layers"] if layer["k_proj_bias"]
     ]

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
-from models import generate, load_llama, right_padded, save_llama
+from models import EMBEDDED, generate, load_llama, right_padded, save_llama
 from models.checkpoint import read_config
 from models.cli import console, doctor, inputs, main, memory
 from models.cli.continuation import UNFINISHED, Continuation
@@ -368,6 +368,14 @@ def test_a_config_that_does_not_fit_the_tensors_is_one_line(bare, tmp_path, run)
 def test_an_implementation_that_cannot_run_is_one_line_before_anything_is_loaded(bare, run):
     arguments = ("generate", bare, "--prompt-ids", "1,2", "--cache", "kivi:pre_rope=true", "--implementation", "pallas")
     assert_one_line_error(run(*arguments), "implementation='pallas' cannot run: ")
+
+
+def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
+    served = run_json("doctor", EMBEDDED, "--cache", "kivi:bits=4")
+    assert {layer["no_kernel"] for layer in served["layers"]} == {None}
+    refused = run_json("doctor", EMBEDDED, "--cache", "kivi:bits=4,pre_rope=true")
+    assert all("before RoPE" in layer["no_kernel"] for layer in refused["layers"])
+    assert "no: k: keys cached before RoPE" in " ".join(run("doctor", EMBEDDED, "--cache", "kivi:pre_rope=true")[1].split())
 
 
 def test_ctrl_c_exits_130_without_a_word(run, monkeypatch):
