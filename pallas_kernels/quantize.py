@@ -34,24 +34,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int16
+from jaxtyping import Array, Float, Int16
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
-from pallas_kernels.planes import SPAN, SUPPORTED_BITS, Planes, multiply_add
+from pallas_kernels.levels import Job, Levels, Scheme, cleaned, finite_or, fold, is_plain, within_limit
+from pallas_kernels.planes import SPAN, SUPPORTED_BITS, Planes
 from pallas_kernels.sides import Grouped
 
-Scheme = Literal["asym", "sym", "hybrid"]
-Number = Any  # an array that broadcasts to the tile, or a float
-
-_ROUND = 1.5 * 2**23  # fp32 numbers of this size are whole, and their low bits count from it
-_SMALLEST = float(np.finfo(np.float32).tiny)
 _AT_ONCE = 4  # tokens of a loop step over the tokens of a group
 
 
@@ -124,7 +120,7 @@ def quantize_rows(
         return pl.BlockSpec((None, None, channels // group, SPAN), lambda b, k, s: (b, k, 0, s))
 
     inputs = [source] if divisor is None else [source, divisor.astype(jnp.float32)]
-    job = _Job(side, scheme, bits, divisor is not None, spans, how.asm)
+    job = Job(side, scheme, bits, divisor is not None, spans, how.asm)
     found = launch(
         functools.partial(_token_kernel if over_tokens else _channel_kernel, job=job),
         name=f"quantize_{scheme}_{side.axis}",
@@ -164,108 +160,6 @@ def _largest_power_of_two(divides: int, up_to: int) -> int:
     return min(divides & -divides, 1 << (up_to.bit_length() - 1))
 
 
-class _Levels(NamedTuple):
-    """How the elements of groups become codes: round((x - origin) * inverse + first) - near, clipped to 0 .. top.
-
-    Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is _Job.near, but in groups of zeros.
-    """
-
-    scale: Number
-    zero: Number
-    origin: Number
-    inverse: Number
-    first: Number
-    top: Number
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """Static facts of a launch, and the arithmetic that both kernels share."""
-
-    side: Grouped
-    scheme: Scheme
-    bits: int
-    divided: bool
-    spans: int
-    asm: bool
-
-    @property
-    def reach(self) -> int:
-        return 2**self.bits - 1
-
-    @property
-    def limit(self) -> float:
-        """Entries beyond it saturate: a group's range must fit the stored dtype."""
-        return float(jnp.finfo(self.side.scale_dtype).max) / 2
-
-    @property
-    def near(self) -> float:
-        """An fp32 number of this size is a multiple of 2^(code bits - 21)."""
-        return _ROUND * 2.0 ** (self.side.planes.bits - 21)
-
-    def schemes(self, low: Array, high: Array) -> list[_Levels]:
-        """Of groups with these ranges: asym, sym or, for hybrid, both."""
-        return [make(low, high) for name, make in (("asym", self._asym), ("sym", self._sym)) if self.scheme in (name, "hybrid")]
-
-    def _asym(self, low: Array, high: Array) -> _Levels:
-        scale, zero = self.stored((high - low) / self.reach), self.stored(low)
-        inverse = 1.0 / jnp.where(scale < _SMALLEST, 1.0, scale)
-        return _Levels(scale, zero, zero, inverse, self.near, float(self.reach))
-
-    def _sym(self, low: Array, high: Array) -> _Levels:
-        scale = self.stored(jnp.maximum(-low, high) / self.reach)
-        exact = scale * -float(self.reach)
-        empty = scale < _SMALLEST  # a group of zeros has its middle code everywhere
-        inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, scale))
-        first = jnp.where(empty, self.near + self.reach, self.near)
-        return _Levels(scale, self.stored(exact), exact, inverse, first, 2.0 * self.reach)
-
-    def stored(self, statistic: Array) -> Array:
-        """Rounded to the dtype that is stored, in fp32."""
-        return statistic.astype(self.side.scale_dtype).astype(jnp.float32)
-
-    def levels(self, x: Array, how: _Levels) -> Array:
-        """_ROUND + code of each element, exactly."""
-        # max and min stand between the additions of constants, which XLA would otherwise join where it interprets the kernel
-        q = jnp.maximum(self._multiply_add(x - how.origin, how.inverse, how.first), self.near)
-        return jnp.minimum(q + (_ROUND - self.near), _ROUND + how.top)
-
-    def error(self, x: Array, level: Array, how: _Levels) -> Array:
-        return jnp.abs(self._multiply_add(level - _ROUND, how.scale, how.zero) - x)
-
-    def _multiply_add(self, a: Array, b: Number, c: Number) -> Array:
-        if not self.asm:
-            return a * b + c
-        return multiply_add(a, *(jnp.broadcast_to(jnp.asarray(n, jnp.float32), a.shape) for n in (b, c)), asm=True)
-
-
-def _is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:
-    """Whether no element is non-finite or beyond the limit. total: sums of elements, which any non-finite one leaves non-finite; the GPU's
-    min and max pass over nan."""
-    worst = jnp.where(jnp.abs(total) < jnp.inf, jnp.maximum(-low, high), jnp.inf)
-    while worst.ndim:
-        worst = jnp.max(worst, axis=0)
-    return worst <= limit
-
-
-def _finite(x: Array, otherwise: float) -> Array:
-    return jnp.where(jnp.abs(x) < jnp.inf, x, otherwise)
-
-
-def _within(bound: Array, limit: float) -> Array:
-    """A minimum or maximum of finite elements; 0 where there was none."""
-    return jnp.clip(_finite(bound, 0.0), -limit, limit)
-
-
-def _clean(x: Array, low: Array, high: Array) -> Array:
-    """Infinite elements become the group's extremes, and nan its level nearest zero."""
-    return jnp.clip(jnp.where(x == x, x, 0.0), low, high)
-
-
-def _fold(operation: Callable[[Array, Array], Array], tiles: Sequence[Array]) -> Array:
-    return functools.reduce(operation, tiles)
-
-
 class _Words:
     """Words of one row of tiles, filled code by code and stored as soon as they are full."""
 
@@ -275,7 +169,7 @@ class _Words:
         self._words: dict[tuple[int, int], tuple[Array, int]] = {}
 
     def add(self, slot: int, chunk: int, level: Array) -> None:
-        """The codes of a chunk of a token slot, as `_Job.levels` gives them."""
+        """The codes of a chunk of a token slot, as `Job.levels` gives them."""
         p, field = self._planes, self._planes.field(slot, chunk)
         bits = lax.bitcast_convert_type(level, jnp.int32)
         low = p.sets[0]
@@ -296,7 +190,7 @@ class _Words:
             self._words[plane_set, tile] = word, count + 1
 
 
-def _open(refs: Sequence[Any], job: _Job) -> tuple[Any, Any, Sequence[Any], Any, Any]:
+def _open(refs: Sequence[Any], job: Job) -> tuple[Any, Any, Sequence[Any], Any, Any]:
     """rows, divisor or None, words of each plane set, scale, zero or None."""
     rows, *rest = refs
     divisor = rest.pop(0) if job.divided else None
@@ -304,13 +198,13 @@ def _open(refs: Sequence[Any], job: _Job) -> tuple[Any, Any, Sequence[Any], Any,
     return rows, divisor, rest[:sets], rest[sets], rest[sets + 1] if job.side.centre is None else None
 
 
-def _inverse_divisor(divisor: Any, job: _Job, chunk: int) -> Array | None:
+def _inverse_divisor(divisor: Any, job: Job, chunk: int) -> Array | None:
     """[1, W]"""
     width = job.side.planes.width
     return None if divisor is None else 1.0 / divisor[:, pl.ds(chunk * width, width)]
 
 
-def _channel_kernel(*refs: Any, job: _Job) -> None:
+def _channel_kernel(*refs: Any, job: Job) -> None:
     """One span of tokens. Group by group: a tile [32 / slots, W] for each of its chunks is loaded, coded and packed in registers."""
     # rows [32, H], divisor [1, H], words [32 / slots, tiles * W], scale and zero [H / group, 32]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
@@ -338,21 +232,21 @@ def _channel_kernel(*refs: Any, job: _Job) -> None:
             zero_ref[group, tokens] = how.zero[:, 0].astype(zero_ref.dtype)
 
 
-def _code_tiles(tiles: list[Array], job: _Job) -> tuple[list[Array], _Levels]:
+def _code_tiles(tiles: list[Array], job: Job) -> tuple[list[Array], Levels]:
     """Codes of groups that run over axis 1 of the tiles side by side."""
 
-    def reduced(operation: Any, fold: Any, tiles: list[Array]) -> Array:
-        return operation(_fold(fold, tiles), axis=1)[:, None]
+    def reduced(operation: Any, pairwise: Any, tiles: list[Array]) -> Array:
+        return operation(fold(pairwise, tiles), axis=1)[:, None]
 
     low, high = reduced(jnp.min, jnp.minimum, tiles), reduced(jnp.max, jnp.maximum, tiles)
 
-    def cleaned() -> tuple[list[Array], Array, Array]:
-        low = _within(reduced(jnp.min, jnp.minimum, [_finite(x, jnp.inf) for x in tiles]), job.limit)
-        high = _within(reduced(jnp.max, jnp.maximum, [_finite(x, -jnp.inf) for x in tiles]), job.limit)
-        return [_clean(x, low, high) for x in tiles], low, high
+    def finite() -> tuple[list[Array], Array, Array]:
+        low = within_limit(reduced(jnp.min, jnp.minimum, [finite_or(x, jnp.inf) for x in tiles]), job.limit)
+        high = within_limit(reduced(jnp.max, jnp.maximum, [finite_or(x, -jnp.inf) for x in tiles]), job.limit)
+        return [cleaned(x, low, high) for x in tiles], low, high
 
-    plain = _is_plain(low, high, reduced(jnp.sum, jnp.add, tiles), job.limit)
-    tiles, low, high = lax.cond(plain, lambda: (tiles, low, high), cleaned)
+    plain = is_plain(low, high, reduced(jnp.sum, jnp.add, tiles), job.limit)
+    tiles, low, high = lax.cond(plain, lambda: (tiles, low, high), finite)
     schemes = job.schemes(low, high)
     levels = [[job.levels(x, how) for x in tiles] for how in schemes]
     if len(schemes) == 1:
@@ -366,11 +260,11 @@ def _code_tiles(tiles: list[Array], job: _Job) -> tuple[list[Array], _Levels]:
     return chosen, _choose(choose_sym, *schemes)
 
 
-def _choose(choose_sym: Array, asym: _Levels, sym: _Levels) -> _Levels:
-    return _Levels(*(jnp.where(choose_sym, s, a) for a, s in zip(asym, sym, strict=True)))
+def _choose(choose_sym: Array, asym: Levels, sym: Levels) -> Levels:
+    return Levels(*(jnp.where(choose_sym, s, a) for a, s in zip(asym, sym, strict=True)))
 
 
-def _token_kernel(*refs: Any, job: _Job) -> None:
+def _token_kernel(*refs: Any, job: Job) -> None:
     """Some groups of tokens side by side, one row [groups, W] of each at a time: so a group's statistics are elementwise, and no lane waits
     for another. Chunk by chunk the statistics, then word row by word row the codes; the rows are read again from the GPU's caches."""
     # rows [groups, group, H], divisor [1, H], words [groups, group / slots, tiles * W], scale and zero [groups, H]
@@ -403,16 +297,16 @@ def _token_kernel(*refs: Any, job: _Job) -> None:
             for slot in range(slots):
                 for c, (low, high, _, how) in enumerate(found):
                     x = load(first + slot * run, c)
-                    words.add(slot, c, job.levels(_clean(x, low, high) if clean else x, how))
+                    words.add(slot, c, job.levels(cleaned(x, low, high) if clean else x, how))
 
         lax.fori_loop(0, job.side.group // slots, word_row, None)
 
-    plain = _fold(jnp.logical_and, [plain for _, _, plain, _ in found])
+    plain = fold(jnp.logical_and, [plain for _, _, plain, _ in found])
     pl.when(plain)(lambda: write(clean=False))
     pl.when(jnp.logical_not(plain))(lambda: write(clean=True))
 
 
-def _over_tokens(job: _Job, step: Callable[[list[Array], Any], Any], load: Callable[[Any], Array], carry: Any, at_once: int) -> Any:
+def _over_tokens(job: Job, step: Callable[[list[Array], Any], Any], load: Callable[[Any], Array], carry: Any, at_once: int) -> Any:
     """step(rows of some tokens, carry) for all tokens of a group."""
 
     def body(i: Array, carry: Any) -> Any:
@@ -421,31 +315,31 @@ def _over_tokens(job: _Job, step: Callable[[list[Array], Any], Any], load: Calla
     return lax.fori_loop(0, job.side.group // at_once, body, carry)
 
 
-def _token_range(load: Callable[[Any], Array], job: _Job) -> tuple[Array, Array, Array]:
+def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, Array]:
     """(low, high, plain) of groups that run over tokens."""
     shape = (job.spans, job.side.planes.width)
     start = jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf)
 
     def step(tiles: list[Array], carry: Any) -> Any:
         low, high, total = carry
-        return _fold(jnp.minimum, [low, *tiles]), _fold(jnp.maximum, [high, *tiles]), _fold(jnp.add, [total, *tiles])
+        return fold(jnp.minimum, [low, *tiles]), fold(jnp.maximum, [high, *tiles]), fold(jnp.add, [total, *tiles])
 
     low, high, total = _over_tokens(job, step, load, (*start, jnp.zeros(shape)), _AT_ONCE)
-    plain = _is_plain(low, high, total, job.limit)
+    plain = is_plain(low, high, total, job.limit)
 
     def finite_step(tiles: list[Array], carry: Any) -> Any:
         low, high = carry
-        return jnp.minimum(low, _finite(tiles[0], jnp.inf)), jnp.maximum(high, _finite(tiles[0], -jnp.inf))
+        return jnp.minimum(low, finite_or(tiles[0], jnp.inf)), jnp.maximum(high, finite_or(tiles[0], -jnp.inf))
 
     def finite() -> tuple[Array, Array]:
         low, high = _over_tokens(job, finite_step, load, start, 1)
-        return _within(low, job.limit), _within(high, job.limit)
+        return within_limit(low, job.limit), within_limit(high, job.limit)
 
     low, high = lax.cond(plain, lambda: (low, high), finite)
     return low, high, plain
 
 
-def _token_levels(load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: _Job) -> _Levels:
+def _token_levels(load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: Job) -> Levels:
     """The levels of groups that run over tokens, chosen for each in the hybrid scheme."""
     schemes = job.schemes(low, high)
     if len(schemes) == 1:
@@ -453,7 +347,7 @@ def _token_levels(load: Callable[[Any], Array], low: Array, high: Array, plain: 
 
     def step(tiles: list[Array], errors: Any) -> Any:
         return [
-            _fold(jnp.add, [error, *(job.error(x, job.levels(x, how), how) for x in tiles)])
+            fold(jnp.add, [error, *(job.error(x, job.levels(x, how), how) for x in tiles)])
             for error, how in zip(errors, schemes, strict=True)
         ]
 
@@ -461,6 +355,6 @@ def _token_levels(load: Callable[[Any], Array], low: Array, high: Array, plain: 
     asym_error, sym_error = lax.cond(
         plain,
         lambda: _over_tokens(job, step, load, start, _AT_ONCE),
-        lambda: _over_tokens(job, step, lambda token: _clean(load(token), low, high), start, 1),
+        lambda: _over_tokens(job, step, lambda token: cleaned(load(token), low, high), start, 1),
     )
     return _choose(asym_error > sym_error, *schemes)

@@ -13,8 +13,9 @@ import pytest
 from kvq_jax import quantized
 from kvq_jax.quantized import GroupFormat, Quantized, Scheme
 from pallas_kernels._launch import Launch
+from pallas_kernels.levels import Job, Levels
 from pallas_kernels.planes import Planes
-from pallas_kernels.quantize import Packed, _Job, _Levels, quantize_rows
+from pallas_kernels.quantize import Packed, quantize_rows
 from pallas_kernels.sides import Grouped
 from tests.pallas_kernels.kernel_cases import format_of
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -224,11 +225,11 @@ def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
     x = np.where(near == 0, level * scale, (np.floor(level) + near) * scale).astype(np.float32)
     wanted = np.where(near == 0, np.round(level), np.floor(level)).clip(0, top)  # np.round is half to even
     side = Grouped(Planes(code_bits, 128, 4, 32, 1), "channels", 32, None)
-    job = _Job(side, "asym", code_bits, divided=False, spans=1, asm=False)
+    job = Job(side, "asym", code_bits, divided=False, spans=1, asm=False)
     missed = 0
     for ulp in (-2, -1, 0, 1, 2):
         inverse = (1 / scale.astype(np.float64) * (1 + ulp * 2.0**-24)).astype(np.float32)
-        found = jax.jit(job.levels)(x, _Levels(scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)))
+        found = jax.jit(job.levels)(x, Levels(scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)))
         assert (np.asarray(found) - 1.5 * 2**23 == wanted).all(), f"{ulp=}"
         missed += (np.round((x * inverse).clip(0, top)) != wanted).sum()
     assert missed > 100, "the plain product would have done: the inputs are too easy"
