@@ -21,7 +21,8 @@ from benchmarks.common import Candidate, Shape, first_row, parsed, parser, rando
 from kvq_jax.attention import reference
 from kvq_jax.cache import CacheDims
 from kvq_jax.codec import dot_rows, weigh_rows
-from kvq_jax.layer import LayerPlan, LayerState, decode_layer
+from kvq_jax.layer import decode_layer
+from kvq_jax.plan import LayerPlan, LayerState
 
 
 def one_dot(

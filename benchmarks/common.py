@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from kvq_jax.body import Leaf
-from kvq_jax.layer import LayerPlan, LayerState
+from kvq_jax.plan import LayerPlan, LayerState
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=4", "innerq:bits=2", "innerq:bits=2,mode=sym")
 

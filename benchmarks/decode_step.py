@@ -19,7 +19,7 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks.common import Candidate, Shape, parsed, parser, random_layer, relative_error, run, wait
 from kvq_jax.attention import reference
-from kvq_jax.layer import LayerState
+from kvq_jax.plan import LayerState
 from models import Llama, LlamaConfig, decode_step
 from models.rope import rope_for
 

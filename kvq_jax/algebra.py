@@ -20,7 +20,8 @@ from jaxtyping import Array, Int
 from kvq_jax.array_types import LengthsB, Tree
 from kvq_jax.body import load_row_blocks
 from kvq_jax.cache import Cache
-from kvq_jax.layer import LayerPlan, LayerState, take_tokens
+from kvq_jax.layer import take_tokens
+from kvq_jax.plan import LayerPlan, LayerState
 
 
 def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...] = ()) -> Cache:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.array_types import LengthsB, ModelDims
-from kvq_jax.layer import LayerPlan, LayerState
+from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.spec import CacheSpec, parse
 
 

@@ -9,12 +9,10 @@ those whose layers this file serves; a cross-layer method brings its own plan wi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
@@ -22,56 +20,8 @@ from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.body import store_blocks
 from kvq_jax.codec import Codec
+from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.regions import Regions
-
-Pair = tuple[Any, Any]  # (keys, values)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerState:
-    """Each field is a pair (keys, values); every array has a leading batch axis.
-
-    sink [B, K, sink, C] and ring [B, K, recent + block, C] hold exact rows, body the codec's arrays, stats what the prompt fixed.
-    """
-
-    sink: Pair
-    ring: Pair
-    body: Pair
-    stats: Pair
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerPlan:
-    """Static description of one layer's cache: resolved codecs and region sizes. heads = K, head_dim = H."""
-
-    k: Codec
-    v: Codec
-    regions: Regions
-    heads: int
-    head_dim: int
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec]:
-        return self.k, self.v
-
-    def layout(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """The ShapeDtypeStructs of this layer: what allocation, byte counts and tests derive from."""
-
-        def window(slots: int) -> Pair:
-            struct = jax.ShapeDtypeStruct((batch, self.heads, slots, self.head_dim), jnp.dtype(dtype))
-            return struct, struct
-
-        def body(codec: Codec) -> Tree:
-            return jax.tree.map(lambda leaf: leaf.struct, codec.body(batch, self.heads, self.regions.body_capacity))
-
-        stats = jax.eval_shape(lambda: tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))
-        return LayerState(window(self.regions.sink_slots), window(self.regions.ring_slots), (body(self.k), body(self.v)), stats)
-
-    def init(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """An empty layer."""
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.layout(batch, dtype))
-        return dataclasses.replace(zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))
 
 
 def prefill_layer(

@@ -15,9 +15,9 @@ import math
 from typing import Any
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.layer import LayerPlan
 from kvq_jax.method import Method, PerLayer
 from kvq_jax.methods.dense import Dense
+from kvq_jax.plan import LayerPlan
 from kvq_jax.regions import Regions
 from kvq_jax.registry import METHODS
 

@@ -27,7 +27,7 @@ from pallas_kernels.tile import SPAN
 
 if TYPE_CHECKING:
     from kvq_jax.group_codec import GroupCodec
-    from kvq_jax.layer import LayerPlan, LayerState
+    from kvq_jax.plan import LayerPlan, LayerState
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
 MOST_COLUMNS = 16  # query heads of a KV head that a kernel's registers hold

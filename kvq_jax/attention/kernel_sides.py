@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from kvq_jax.quantized import GroupFormat
 from pallas_kernels.planes import SUPPORTED_BITS, Planes
 from pallas_kernels.sides import Dense, Grouped, Side
 from pallas_kernels.tile import SPAN
 
-if TYPE_CHECKING:
-    from kvq_jax.group_codec import GroupCodec
-
 HEAD_DIMS = (64, 128, 256)
 
 
-def grouped(codec: GroupCodec) -> Side | str:
+class StoredGroups(Protocol):
+    """What is looked at of a `GroupCodec`."""
+
+    @property
+    def format(self) -> GroupFormat: ...
+    @property
+    def pre_rope(self) -> bool: ...
+
+
+def grouped(codec: StoredGroups) -> Side | str:
     """The side of uniformly quantized groups, or one line that says why there is none."""
     format, layout = codec.format, codec.format.layout
     if codec.pre_rope:

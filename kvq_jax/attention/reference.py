@@ -13,7 +13,7 @@ from kvq_jax.body import load_body
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
-    from kvq_jax.layer import LayerPlan, LayerState
+    from kvq_jax.plan import LayerPlan, LayerState
 
 
 def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB) -> tuple[RowsBKTH, RowsBKTH]:

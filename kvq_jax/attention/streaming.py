@@ -22,7 +22,7 @@ from kvq_jax.codec import dot_rows, weigh_rows
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
-    from kvq_jax.layer import LayerPlan, LayerState
+    from kvq_jax.plan import LayerPlan, LayerState
 
 BODY_CHUNK = 1024  # body tokens read in one step, at most
 BODY_CHUNK_ELEMENTS = 1 << 19  # their rows of K or of V, or their scores, the whole batch: 2 MiB in fp32 (docs/decisions.md)

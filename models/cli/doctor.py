@@ -15,8 +15,8 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch, kernel_sides
 from kvq_jax.codec import Codec
 from kvq_jax.group_codec import GroupCodec
-from kvq_jax.layer import LayerPlan
 from kvq_jax.methods.dense import Dense
+from kvq_jax.plan import LayerPlan
 from models import checkpoint
 from models.cli import inputs
 from models.cli.console import input_errors, print_json, print_table

@@ -19,7 +19,8 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.attention import reference, streaming
 from kvq_jax.cache import CacheDims
-from kvq_jax.layer import LayerPlan, LayerState, append_layer, decode_layer, prefill_layer
+from kvq_jax.layer import append_layer, decode_layer, prefill_layer
+from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.rope import rotate
 from tests.compile_options import QUICK_COMPILE
 

@@ -13,8 +13,9 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention import streaming
 from kvq_jax.cache import CacheDims
-from kvq_jax.layer import LayerPlan, decode_layer, prefill_layer
+from kvq_jax.layer import decode_layer, prefill_layer
 from kvq_jax.methods.dense import DenseCodec
+from kvq_jax.plan import LayerPlan
 from tests.compile_options import QUICK_COMPILE, USUAL_COMPILE
 from tests.kvq_jax.layer_runs import empty
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from kvq_jax.cache import CacheDims
-from kvq_jax.layer import LayerPlan, LayerState
+from kvq_jax.plan import LayerPlan, LayerState
 from tests.kvq_jax.layer_runs import (
     STEP,
     Sequences,

@@ -12,7 +12,8 @@ from jax import lax
 
 import kvq_jax as kvq
 from kvq_jax.attention import streaming
-from kvq_jax.layer import LayerState, decode_layer
+from kvq_jax.layer import decode_layer
+from kvq_jax.plan import LayerState
 from tests.kvq_jax.cache_runs import LENGTHS, filled
 from tests.kvq_jax.layer_runs import decode, empty, quick_jit, row_errors, run, sequences
 from tests.methods_table import MethodCase, cases
