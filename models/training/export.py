@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ SAMPLE_PROMPTS = (
     "Abstract\n========\n\nThis PEP proposes",
     "The pass key is 48213. Remember it. 48213 is the pass key.\nThe sky is blue.\nWhat is the pass key? The pass key is ",
 )
+HISTORY_ENTRIES = 500  # of the shipped curve, about; every held-out loss is kept
 RECALL_DISTANCES = (32, 64, 128, 256, 512, 900, 1500, 1900)
 
 
@@ -99,6 +99,11 @@ def training_facts(run: Path) -> dict[str, Any]:
     }
 
 
+def _thinned(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    every = -(-len(history) // HISTORY_ENTRIES)
+    return [entry for entry in history if entry["step"] % every == 0 or "held_out_loss" in entry]
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -112,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     (options.out / "evaluation.json").write_text(json.dumps(results, indent=2) + "\n")
     config = json.loads((options.out / "config.json").read_text())
     (options.out / "README.md").write_text(model_card(config, results))
-    shutil.copyfile(options.run / "history.json", options.out / "history.json")
+    (options.out / "history.json").write_text(json.dumps(_thinned(read_history(options.run)), indent=0) + "\n")
     return 0
 
 
