@@ -7,12 +7,16 @@ import itertools
 import pathlib
 from collections.abc import Iterable, Sequence
 
+from benchmarks import paper_tables
 from benchmarks.common import Report, Row
+from benchmarks.kernel_report import KernelReport, KernelRow
 from benchmarks.machine_code.report import HEADER as COUNTS_HEADER
 from benchmarks.machine_code.report import Instructions
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
+KERNEL_HEADER = ("candidate", "median us", "best us", "no tokens us", "MB", "GB/s", "of copy", "time / best bf16", "error", "remarks")
+STEP_HEADER = ("cache", "median ms", "best ms", "tokens/s", "GB", "of copy", "time / best bf16", "error", "remarks")
 INTRODUCTION = """\
 # Results
 
@@ -58,10 +62,94 @@ def instructions_section(counts: Instructions, name: str) -> str:
     )
 
 
+def kernels_section(report: KernelReport, name: str) -> str:
+    """Device times of kernels: a table for each shape, then the paper's tables."""
+    parts = [
+        *_device_head(report, name),
+        "Times are of the device, one call of a loop of many; GB/s and the share of the copy bandwidth are of the bytes that must be moved "
+        '(packed, where keys and values are); "no tokens" is the same program over empty rows: its launches.',
+    ]
+    for place, found in _by_shape(report, "attention"):
+        parts += [f"### {place}", table(KERNEL_HEADER, (_kernel_line(report, row) for row in found))]
+    for made in paper_tables.tables(report):
+        parts += [f"### {made.title}", made.note, table(made.header, made.lines)]
+    others = (row for row in report.rows if row.failure and row.section != "attention")
+    if failures := [f"- {row.section}, {row.model}, {row.shape.tokens} tokens, {row.name}: {row.failure}" for row in others]:
+        parts += ["### Failures", "\n".join(failures)]
+    return "\n\n".join([*parts, *_skipped(report)])
+
+
+def step_section(report: KernelReport, name: str) -> str:
+    """Whole decode steps: a table for each shape."""
+    parts = [
+        *_device_head(report, name),
+        "One step of all layers: attention, MLPs and logits; random weights. GB are what a step must read: the weights and the cache. "
+        "Error is of the logits, against the same cache read by XLA.",
+    ]
+    for place, found in _by_shape(report, "step"):
+        parts += [f"### {place}", table(STEP_HEADER, (_step_line(report, row) for row in found))]
+    return "\n\n".join([*parts, *_skipped(report)])
+
+
+def _device_head(report: KernelReport, name: str) -> list[str]:
+    copy, read = (report.median_rate(kind) for kind in ("copy", "read"))
+    bandwidth = "not measured" if copy is None or read is None else f"{copy / 1e12:.2f} TB/s (reading alone: {read / 1e12:.2f} TB/s)"
+    return [
+        f"## {report.title}",
+        f"`{report.command}` on {report.date}: {report.device}; JAX {report.jax_version}, Python {report.python_version}. Copy bandwidth, "
+        f"bytes read and written: {bandwidth}. Raw samples: [{name}]({name}).",
+    ]
+
+
+def _skipped(report: KernelReport) -> list[str]:
+    return [f"Left out for lack of time: {'; '.join(report.skipped)}."] if report.skipped else []
+
+
+def _by_shape(report: KernelReport, section: str) -> list[tuple[str, list[KernelRow]]]:
+    """A section's rows by shape, in the order of models and sizes."""
+    chosen = (row for row in report.rows if row.section == section)
+    ordered = sorted(chosen, key=lambda row: (row.model, row.shape.batch, row.shape.tokens))
+    return [
+        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(found))
+        for (model, shape), found in itertools.groupby(ordered, key=lambda row: (row.model, row.shape))
+    ]
+
+
+def _step_line(report: KernelReport, row: KernelRow) -> tuple[str, ...]:
+    name, *_, share, ratio, error, remarks = _kernel_line(report, row)
+    if not row.samples_ms:
+        return name, *[""] * 7, remarks
+    times = f"{row.median_ms:.3f}", f"{min(row.samples_ms):.3f}", f"{1e3 * row.shape.batch / row.median_ms:.0f}"
+    return name, *times, f"{row.moved_bytes / 1e9:.2f}", share, ratio, error, row.failure
+
+
+def _kernel_line(report: KernelReport, row: KernelRow) -> tuple[str, ...]:
+    def cell(value: float | None, pattern: str) -> str:
+        return "" if value is None or not row.samples_ms else pattern.format(value)
+
+    remarks = [] if row.cold or not row.samples_ms else ["partly from L2"]
+    return (
+        row.name,
+        cell(1e3 * row.median_ms, "{:.1f}"),
+        cell(1e3 * min(row.samples_ms, default=0), "{:.1f}"),
+        cell(None if row.idle_ms is None else 1e3 * row.idle_ms, "{:.1f}"),
+        cell(row.moved_bytes / 1e6, "{:.1f}"),
+        cell(row.rate / 1e9, "{:.0f}"),
+        cell(report.share(row), "{:.0%}"),
+        cell(report.ratio(row), "{:.2f}"),
+        cell(row.error, "{:.1e}"),
+        "; ".join([*remarks, *([row.failure] if row.failure else [])]),
+    )
+
+
 def section(file: pathlib.Path) -> str:
-    """The section of one JSON file."""
+    """The section of one JSON file, by its name."""
     if file.stem == "instructions":
         return instructions_section(Instructions.read(file), file.name)
+    if file.stem.startswith("kernels_"):
+        return kernels_section(KernelReport.read(file), file.name)
+    if file.stem.startswith("step_"):
+        return step_section(KernelReport.read(file), file.name)
     return report_section(Report.read(file), file.name)
 
 

@@ -16,9 +16,10 @@ from benchmarks.machine_code.target import Target
 from kvq_jax import quantized
 from kvq_jax.attention.kernel_sides import dense, grouped
 from kvq_jax.group_codec import GroupCodec
-from kvq_jax.quantized import GroupFormat, Scheme
+from kvq_jax.quantized import Axis, GroupFormat, Scheme
+from pallas_kernels import matvec
 from pallas_kernels._launch import Launch
-from pallas_kernels.decode import decode_attention, tuning_for
+from pallas_kernels.decode import TUNING, decode_attention, tuning_for
 from pallas_kernels.sides import Side
 
 
@@ -110,6 +111,31 @@ def _kivi(bits: int, channels: int, **limits: Any) -> Case:
     return attention_case(f"kivi, {bits}-bit, H {channels}", k, v, channels, **limits)
 
 
+def _products(name: str, k: GroupFormat, v: GroupFormat, channels: int, caps: tuple[float, float]) -> tuple[Case, Case]:
+    """The two matrix-vector products by themselves; caps: instructions per element of q K^T and of p V."""
+    (k_side, k_stored, k_bits), (v_side, v_stored, v_bits) = _side(k, channels), _side(v, channels)
+    how = Launch("asm")
+
+    def scores() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
+        return lambda q, stored: matvec.scores(q, k_side, stored, capacity=TOKENS, how=how), (q, k_stored)
+
+    def values() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        p = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, TOKENS), jnp.float32)
+        return lambda p, stored: matvec.weighted_values(p, v_side, stored, how=how), (p, v_stored)
+
+    elements, title = TUNING.tile * channels, f"{name}, H {channels}"
+    return (
+        Case(f"q K^T, {title}", scores, "matvec_scores", elements, k_bits, caps[0], 1.1, 1.0),
+        Case(f"p V, {title}", values, "matvec_values", elements, v_bits, caps[1], 1.1, 1.0),
+    )
+
+
+def _formats(bits: int, scheme: Scheme, axes: tuple[Axis, Axis], channels: int) -> tuple[GroupFormat, GroupFormat]:
+    k, v = (GroupFormat(bits, scheme, axis, 32, channels, 32) for axis in axes)
+    return k, v
+
+
 # Caps are 8 % above what was counted with JAX 0.10.2 and ptxas 13.5: counts move with the compiler.
 CASES: tuple[Case, ...] = (
     _innerq(2, "sym", 128, cap_instructions=2.07, cap_alu=0.83, min_share=0.95),
@@ -124,4 +150,6 @@ CASES: tuple[Case, ...] = (
     _kivi(4, 128, cap_instructions=2.62, min_share=1.0, cap_alu=0.88),
     _kivi(4, 64, cap_instructions=2.81, min_share=1.0, cap_alu=0.95),
     attention_case("dense, bf16, H 128", None, None, 128, cap_instructions=1.4, min_share=1.0, cap_alu=0.5),
+    *_products("innerq 2-bit sym", *_formats(1, "sym", ("channels", "tokens"), 128), 128, (2.03, 2.12)),
+    *_products("kivi 4-bit", *_formats(4, "asym", ("tokens", "channels"), 128), 128, (2.52, 2.27)),
 )

@@ -1,0 +1,128 @@
+"""Device time of a function, free of the host's: many calls in one compiled loop, on contents that the GPU's cache does not hold.
+
+    x <- feed(x, call(x, copy))      for every copy in turn, `steps` times over
+
+Each call has an input that depends on the result of the call before, so none is hoisted out of the loop, joined with another or left out.
+Copies have equal shapes and different contents; together they take more than the L2 cache wherever that can be had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+TINY = 1e-30  # times a result, added to an input: a dependency that changes no digit
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How long to measure. seconds: of one sample, about, at `expected_rate` bytes a second. cache_bytes: of the L2 (an H200's: 60 MB)."""
+
+    samples: int = 7
+    seconds: float = 0.012
+    most_calls: int = 2000
+    most_copies: int = 64
+    cache_bytes: int = 60_000_000
+    expected_rate: float = 3e12
+    copy_bytes: int = 4 << 30  # of the array whose copying is the yardstick
+
+    def copies(self, size: int) -> int:
+        """Copies of `size` bytes that fill twice the L2, as far as a program can hold them."""
+        return max(1, min(self.most_copies, math.ceil(2 * self.cache_bytes / size)))
+
+    def is_cold(self, size: int) -> bool:
+        """Whether they do fill it."""
+        return self.copies(size) * size >= 2 * self.cache_bytes
+
+    def steps(self, moved: int, copies: int) -> int:
+        calls = self.seconds / (moved / self.expected_rate + 8e-6)
+        return max(1, round(min(calls, self.most_calls) / copies))
+
+
+SHORT = Timing(samples=3, seconds=0.002, most_calls=20, most_copies=2, copy_bytes=1 << 28)  # to see that it works
+
+
+def timing_loop(call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any], steps: int) -> Callable[[Any, Sequence[Any]], Any]:
+    """The loop as a function of x and the copies, to compile: steps * copies calls, then one more. Returns the last x and result."""
+
+    def run(x: Any, copies: Sequence[Any]) -> Any:
+        def step(_: Array, x: Any) -> Any:
+            for copy in copies:
+                # without the barriers a dequantization would move out of the loop, and the slice of a result into what computes it
+                out = call(*lax.optimization_barrier((x, copy)))
+                x = feed(*lax.optimization_barrier((x, out)))
+            return x
+
+        x = lax.fori_loop(0, steps, step, x)
+        return x, call(*lax.optimization_barrier((x, copies[-1])))  # without x, a loop whose calls do not read it would be dropped
+
+    return run
+
+
+def first(out: Any) -> Array:
+    """TINY times one entry of a result, fp32: what `feed` needs."""
+    leaf = jax.tree.leaves(out)[0]
+    return TINY * lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(()).astype(jnp.float32)
+
+
+def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float, ...]:
+    """Milliseconds of one call, from runs of `calls` calls each; two runs before warm up."""
+    for _ in range(2):
+        jax.block_until_ready(run())
+    found = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(round(1e3 * (time.perf_counter() - start) / calls, 6))
+    return tuple(found)
+
+
+def scattered(shape: tuple[int, ...], seed: Array) -> Array:
+    """uint32 numbers without a pattern, made where they lie: Murmur's finalizer of each index. The same on every device."""
+    index = jnp.broadcast_to(seed.astype(jnp.uint32) * np.uint32(0x9E3779B9), shape)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+        stride *= shape[axis]
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        index = (index ^ (index >> np.uint32(shift))) * np.uint32(factor)
+    return index ^ (index >> np.uint32(16))
+
+
+def uniform(shape: tuple[int, ...], seed: Array, low: float, high: float, dtype: Any = jnp.float32) -> Array:
+    """Numbers from low to high."""
+    unit = (scattered(shape, seed) >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
+    return (unit * np.float32(high - low) + np.float32(low)).astype(dtype)
+
+
+def random_words(shape: tuple[int, ...], seed: Array) -> Array:
+    """int16 [*shape] of random bits."""
+    return lax.bitcast_convert_type((scattered(shape, seed) >> np.uint32(16)).astype(jnp.uint16), jnp.int16)
+
+
+def bandwidth_samples(timing: Timing) -> dict[str, tuple[int, tuple[float, ...]]]:
+    """(bytes moved, milliseconds) of "copy", x + 1 into another array, and "read", the sum of x; x int32 in device memory."""
+    x = lax.bitcast_convert_type(jax.jit(scattered, static_argnums=0)((timing.copy_bytes // 4,), jnp.uint32(7)), jnp.int32)
+    size, calls = x.size * 4, 8
+
+    def repeated(function: Callable[[Array], Array]) -> tuple[float, ...]:
+        compiled = jax.jit(function).lower(x).compile()
+
+        def run() -> Array:
+            for _ in range(calls - 1):
+                compiled(x)
+            return compiled(x)
+
+        return sampled_ms(run, calls, timing.samples)
+
+    return {"copy": (2 * size, repeated(lambda x: x + 1)), "read": (size, repeated(functools.partial(jnp.sum, dtype=jnp.int32)))}

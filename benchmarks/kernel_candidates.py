@@ -1,0 +1,290 @@
+"""What the kernel benchmark times: decode attention over packed and exact keys and values, ours and others', at four models' shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+import kvq_jax as kvq
+from benchmarks.attention import one_dot_query_first
+from benchmarks.common import Shape
+from benchmarks.device_timing import TINY, random_words, uniform
+from kvq_jax import quantized
+from kvq_jax.attention import reference
+from kvq_jax.body import Leaf, load_body
+from kvq_jax.cache import CacheDims
+from kvq_jax.codec import Codec
+from kvq_jax.quantized import Quantized
+from pallas_kernels._launch import Launch
+from pallas_kernels.decode import decode_attention
+from pallas_kernels.sides import Side
+
+MODELS = {  # KV heads, query heads of each, head dim
+    "Llama-3.2-1B": (8, 4, 64),
+    "Llama-3.1-8B": (8, 4, 128),
+    "Llama-2-7B": (32, 1, 128),
+    "Llama-2-13B": (40, 1, 128),
+}
+SPECS = (
+    *("dense", "kivi:bits=2", "kivi:bits=4", "innerq:bits=1,mode=sym"),
+    *("innerq:bits=2", "innerq:bits=3,mode=sym", "innerq:bits=8,mode=asym"),
+)
+DEQUANTIZED = "kivi:bits=4"  # the cache of the candidate that dequantizes before it attends
+CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the reference
+PROCESSORS = 132  # of an H200: so many programs, at least, occupy it
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A candidate by name; `make` raises ValueError where it cannot serve the shape."""
+
+    section: str
+    candidate: str
+    make: Callable[[], Task]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A candidate at one shape, before it is compiled. All functions are traced.
+
+    start: makes the loop's x. copy: makes the arrays of one copy from a seed. calls: (arithmetic, call(x, copy)). feed: the next x, from x
+    and a result. idle: x with nothing live, or None. check: (found, wanted) of a result, on a part of it. bf16: keys and values are exact.
+    Bytes: moved by a call at least, of a copy, and of what a call writes beside.
+    """
+
+    bf16: bool
+    moved_bytes: int
+    copy_bytes: int
+    temp_bytes: int
+    start: Callable[[], Any]
+    copy: Callable[[Array], Any]
+    calls: tuple[tuple[str, Callable[[Any, Any], Any]], ...]
+    feed: Callable[[Any, Any], Any]
+    check: Callable[[Any, Any, Any], tuple[Array, Array]]
+    idle: Callable[[Any], Any] | None = None
+
+
+def shape_of(model: str, tokens: int, batch: int) -> Shape:
+    kv_heads, group, head_dim = MODELS[model]
+    return Shape(batch, tokens, head_dim, kv_heads, group)
+
+
+def name_of(how: Launch) -> str:
+    return "interpreted" if how.interpret else how.arithmetic
+
+
+# Stored arrays
+
+
+def codecs_of(spec: str, shape: Shape) -> tuple[Codec, Codec]:
+    heads = shape.kv_heads * shape.group
+    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
+    return kvq.parse(spec).layer(0, dims, shape.tokens, "bfloat16").codecs
+
+
+def leaves_of(codec: Codec, shape: Shape) -> Any:
+    """The tree of `Leaf` of a body that holds all tokens."""
+    return codec.body(shape.batch, shape.kv_heads, shape.tokens)
+
+
+def bytes_of(leaves: Any) -> int:
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))
+
+
+def side_of(codec: Codec, leaves: Any) -> Side:
+    """What kernels need to know of the body. ValueError where they cannot read it."""
+    side = codec.kernel_side()
+    if isinstance(side, str):
+        raise ValueError(side)
+    largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves))
+    if largest >= 2**31:
+        raise ValueError(f"an array has {largest} elements, past the kernels' 32-bit offsets")
+    return side
+
+
+def random_body(leaves: Any, seed: Array) -> Any:
+    """Arrays as a cache stores them: random codes, scales and zeros that decode to about -1 .. 1, or random rows."""
+    if isinstance(leaves, Leaf):
+        return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
+    assert isinstance(leaves, Quantized)
+    step, scale = 2 / (2**leaves.format.code_bits - 1), leaves.scale
+    assert isinstance(scale, Leaf)
+
+    def statistic(offset: int, low: float, high: float) -> Array:
+        return scale.store(uniform(scale.shape, seed + jnp.uint32(offset), low, high, scale.dtype))
+
+    return Quantized(
+        tuple(random_words(words.shape, seed + jnp.uint32(1000 * i)) for i, words in enumerate(leaves.words)),
+        statistic(2000, 0.7 * step, 1.3 * step),
+        None if leaves.zero is None else statistic(3000, -1.2, -0.8),
+        leaves.format,
+    )
+
+
+def exact_rows(leaves: Any, stored: Any) -> Float[Array, "B K S H"]:
+    """The rows that stored arrays, or a part of them, stand for."""
+    body = load_body(leaves, stored)
+    return quantized.dequantize(body) if isinstance(body, Quantized) else body
+
+
+def checked_part(stored: Any) -> Any:
+    """What of arrays [B, K, ...] is compared with the reference."""
+    return jax.tree.map(lambda array: array[:1, :CHECKED_HEADS], stored)
+
+
+# Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32
+
+
+def attention_tasks(shape: Shape, hows: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
+    """Others' code first."""
+    found: dict[str, Callable[[], Task]] = {
+        "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
+        "cuDNN bf16": lambda: _others(shape, _cudnn, "BSKH"),
+    }
+    if shape.group > 1:
+        found["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
+    if (splits := _useful_splits(shape)) > 1:
+        found["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH")
+    found[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
+    found |= {spec: functools.partial(_fused, shape, spec, tuple(hows)) for spec in specs}
+    return [Planned("attention", name, make) for name, make in found.items()]
+
+
+def _task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
+    size = (shape.batch, shape.kv_heads, shape.group, shape.head_dim)
+
+    def start() -> tuple[Array, Array]:
+        return uniform(size, jnp.uint32(17), -3.0, 3.0), jnp.full((shape.batch,), shape.tokens, jnp.int32)
+
+    def feed(x: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
+        return x[0] + TINY * out, x[1]
+
+    return Task(bf16, moved_bytes, moved_bytes, fields.pop("temp_bytes", 0), start=start, feed=feed, **fields)
+
+
+def _compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
+    """(found, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
+    k, v = rows
+    q, found = checked_part((q, out))
+    with jax.default_matmul_precision("highest"):
+        wanted = reference.attend(q.reshape(1, -1, 1, q.shape[3]), k, v, jnp.ones((1, 1, k.shape[2]), bool))
+    return found, wanted.reshape(found.shape)
+
+
+def _fused(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+    """Our kernel, over everything that a cache of this spec would hold in its body."""
+    leaves = tuple(leaves_of(codec, shape) for codec in codecs_of(spec, shape))
+    k_side, v_side = (side_of(codec, body) for codec, body in zip(codecs_of(spec, shape), leaves, strict=True))
+
+    def call(how: Launch, x: tuple[Array, Array], copy: Any) -> Array:
+        k, v = (jax.tree.leaves(stored) for stored in copy)
+        part = decode_attention(x[0], (k_side, k), (v_side, v), x[1], capacity=shape.tokens, how=how)
+        return part.o / jnp.maximum(part.l, 1e-30)
+
+    return _task(
+        shape,
+        spec == "dense",
+        bytes_of(leaves),
+        copy=lambda seed: tuple(random_body(body, seed * 2 + jnp.uint32(i)) for i, body in enumerate(leaves)),
+        calls=tuple((name_of(how), jax.jit(functools.partial(call, how))) for how in hows),
+        check=lambda x, copy, out: _compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
+        idle=lambda x: (x[0], jnp.zeros_like(x[1])),
+    )
+
+
+def _dequantized(shape: Shape) -> Task:
+    """All rows are written to memory in bf16 before they are attended to."""
+    leaves = tuple(leaves_of(codec, shape) for codec in codecs_of(DEQUANTIZED, shape))
+
+    def call(x: tuple[Array, Array], copy: Any) -> Array:
+        rows = lax.optimization_barrier(tuple(exact_rows(*pair).astype(jnp.bfloat16) for pair in zip(leaves, copy, strict=True)))
+        return _naive(x[0], *rows)
+
+    return _task(
+        shape,
+        False,
+        bytes_of(leaves),
+        temp_bytes=_exact_bytes(shape),
+        copy=lambda seed: tuple(random_body(body, seed * 2 + jnp.uint32(i)) for i, body in enumerate(leaves)),
+        calls=(("", call),),
+        check=lambda x, copy, out: _compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
+    )
+
+
+def _exact_bytes(shape: Shape) -> int:
+    """Of keys and values in bf16."""
+    return 4 * shape.batch * shape.kv_heads * shape.tokens * shape.head_dim
+
+
+def _others(shape: Shape, attend: Callable[..., Array], axes: str) -> Task:
+    """Exact bf16 keys and values with their axes in this order."""
+    sizes = {"B": shape.batch, "K": shape.kv_heads, "S": shape.tokens, "H": shape.head_dim}
+
+    def check(x: tuple[Array, Array], copy: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
+        if axes == "BSKH":
+            return _compared(x[0], (jnp.swapaxes(a[:1, :, :CHECKED_HEADS], 1, 2) for a in copy), out)
+        return _compared(x[0], checked_part(copy), out)
+
+    return _task(
+        shape,
+        True,
+        _exact_bytes(shape),
+        copy=lambda seed: tuple(
+            uniform(tuple(sizes[a] for a in axes), seed * 2 + jnp.uint32(i), -1.0, 1.0, jnp.bfloat16) for i in range(2)
+        ),
+        calls=(("", lambda x, copy: attend(x[0], *copy)),),
+        check=check,
+    )
+
+
+def _naive(q: Array, k: Array, v: Array) -> Array:
+    """One dot of all query heads of a KV head, a softmax, another dot."""
+    return one_dot_query_first(padded_heads(q.astype(jnp.bfloat16)), k, v, jnp.asarray(k.shape[2], jnp.int32))[:, :, : q.shape[2]]
+
+
+def padded_heads(rows: Float[Array, "B K G X"]) -> Float[Array, "B K GP X"]:
+    """A single query head with zeros beside it: for one row XLA writes a sum of products, and transposes all of V for it."""
+    return rows if rows.shape[2] > 1 else jnp.pad(rows, ((0, 0), (0, 0), (0, 7), (0, 0)))
+
+
+def _cudnn(q: Array, k: Array, v: Array) -> Array:
+    batch, heads, group, channels = q.shape
+    rows = q.astype(jnp.bfloat16).reshape(batch, 1, heads * group, channels)
+    return jax.nn.dot_product_attention(rows, k, v, implementation="cudnn").astype(jnp.float32).reshape(q.shape)
+
+
+def _cudnn_grouped(q: Array, k: Array, v: Array) -> Array:
+    """The query heads of a KV head as its tokens: no KV head is read twice."""
+    rows = jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1)  # [B, G, K, H]
+    out = jax.nn.dot_product_attention(rows, k, v, implementation="cudnn")
+    return jnp.moveaxis(out, 1, 2).astype(jnp.float32)
+
+
+def _cudnn_split(splits: int, q: Array, k: Array, v: Array) -> Array:
+    """The same for each of some runs of tokens, as sequences of a larger batch, merged by their logarithms of sums."""
+    batch, heads, group, channels = q.shape
+
+    def cut(rows: Array) -> Array:
+        return rows.reshape(batch * splits, rows.shape[1] // splits, heads, channels)
+
+    rows = jnp.repeat(jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1), splits, axis=0)  # [B * P, G, K, H]
+    out, log_sums = jax.nn.dot_product_attention(rows, cut(k), cut(v), implementation="cudnn", return_residual=True)
+    weights = jax.nn.softmax(log_sums.astype(jnp.float32).reshape(batch, splits, group, heads), axis=1)
+    merged = jnp.sum(out.astype(jnp.float32).reshape(batch, splits, group, heads, channels) * weights[..., None], axis=1)
+    return jnp.moveaxis(merged, 1, 2)
+
+
+def _useful_splits(shape: Shape) -> int:
+    """A power of two that occupies the GPU, with at least 256 tokens in each run."""
+    splits = 1
+    while shape.batch * shape.kv_heads * splits < PROCESSORS and shape.tokens // (2 * splits) >= 256 and shape.tokens % (2 * splits) == 0:
+        splits *= 2
+    return splits

@@ -1,0 +1,140 @@
+"""The InnerQ paper's latency tables in their own layout, with our times beside theirs.
+
+Tayaranian et al., InnerQ: Hardware-aware Tuning-free Quantization of KV Cache for Large Language Models (2026): Table 3 (inner grouping
+against torch.matmul in half precision) and Table 4 (against outer grouping), milliseconds on an RTX 4090, batch 1, 2 bits, groups of 32,
+the median of 1000. Figure 4 (hybrid against symmetric quantization) prints no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from benchmarks.kernel_report import KernelReport, KernelRow
+from benchmarks.product_candidates import EXACT, INNER, OUTER, PAPER_MODELS, SCHEMES
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+TABLE_3 = {  # model: (torch.matmul, inner), one entry for each length
+    "Llama-3.2-1B": (
+        (0.024, 0.036, 0.059, 0.106, 0.268, 0.608, 1.226, 2.392, 4.671),
+        (0.008, 0.009, 0.014, 0.023, 0.040, 0.074, 0.141, 0.274, 0.541),
+    ),
+    "Llama-3.1-8B": (
+        (0.036, 0.058, 0.106, 0.268, 0.606, 1.226, 2.391, 4.669, 9.390),
+        (0.009, 0.014, 0.023, 0.040, 0.074, 0.141, 0.274, 0.541, 1.077),
+    ),
+    "Llama-2-13B": (
+        (0.043, 0.070, 0.145, 0.340, 0.737, 1.517, 2.920, 5.838, 11.725),
+        (0.012, 0.017, 0.027, 0.048, 0.090, 0.175, 0.341, 0.677, 1.343),
+    ),
+}
+TABLE_4 = {  # model: (outer, inner)
+    "Llama-3.2-1B": (
+        (0.009, 0.010, 0.016, 0.028, 0.051, 0.095, 0.181, 0.354, 0.703),
+        (0.008, 0.009, 0.014, 0.023, 0.040, 0.074, 0.141, 0.275, 0.542),
+    ),
+    "Llama-3.1-8B": (
+        (0.010, 0.016, 0.027, 0.050, 0.095, 0.182, 0.354, 0.703, 1.388),
+        (0.009, 0.014, 0.023, 0.040, 0.074, 0.142, 0.275, 0.542, 1.075),
+    ),
+    "Llama-2-13B": (
+        (0.014, 0.020, 0.033, 0.062, 0.116, 0.225, 0.441, 0.875, 1.730),
+        (0.012, 0.017, 0.027, 0.049, 0.090, 0.175, 0.342, 0.675, 1.344),
+    ),
+}
+PRODUCTS = {"scores": "q K^T", "values": "p V"}
+Times = dict[int, float]  # milliseconds by length
+
+
+class Table(NamedTuple):
+    title: str
+    note: str
+    header: tuple[str, ...]
+    lines: list[tuple[str, ...]]
+
+
+def tables(report: KernelReport) -> list[Table]:
+    """Those for which there are rows."""
+    found = []
+    if any(row.section in PRODUCTS for row in report.rows):
+        found += [
+            _product_table(
+                report, "InnerQ's Table 3: inner grouping against half precision", TABLE_3, EXACT, ("torch.matmul", "bf16 (XLA)")
+            ),
+            _product_table(report, "InnerQ's Table 4: inner against outer grouping", TABLE_4, OUTER, ("outer", "outer")),
+        ]
+    if any(row.section == "quantize" for row in report.rows):
+        found.append(_quantize_table(report))
+    return found
+
+
+def _product_table(report: KernelReport, title: str, paper: dict, other: str, names: tuple[str, str]) -> Table:
+    lines = []
+    for model in PAPER_MODELS:
+        theirs, inner = (dict(zip(map(int, LENGTHS), times, strict=True)) for times in paper[model])
+        lines += _block(model, "paper, RTX 4090", names[0], theirs, inner)
+        for section, product in PRODUCTS.items():
+            ours = [_times(_rows(report, section, model, candidate)) for candidate in (other, INNER)]
+            lines += _block(model, f"here, {product}", names[1], *ours)
+    note = (
+        "Milliseconds; speedup is 1 - inner / other, as the paper counts (its own from the times it prints). The paper does not say which "
+        "of the two products it times, nor its shapes; its times fit one set of keys and values for each query head, as here. Quantized "
+        f"rows are asymmetric with 2 bits. {_largest_error(report, *PRODUCTS)}"
+    )
+    return Table(title, note, ("model", "where", "method", *map(str, LENGTHS)), _filled(lines))
+
+
+def _block(model: str, where: str, name: str, other: Times, inner: Times) -> list[tuple[str, ...]]:
+    both = [length for length in LENGTHS if length in other and length in inner]
+    speedup = {length: 1 - inner[length] / other[length] for length in both}
+    return [
+        (model, where, name, *_cells(other, "{:.4f}" if where.startswith("here") else "{:.3f}")),
+        (model, where, "inner", *_cells(inner, "{:.4f}" if where.startswith("here") else "{:.3f}")),
+        (model, where, "speedup", *_cells(speedup, "{:.1%}")),
+    ]
+
+
+def _quantize_table(report: KernelReport) -> Table:
+    """Figure 4's question: does hybrid quantization take longer than symmetric?"""
+    lines = []
+    for model in PAPER_MODELS:
+        for side in ("keys", "values"):
+            rows = {scheme: _rows(report, "quantize", model, f"{scheme}, {side}") for scheme in SCHEMES}
+            for scheme, found in rows.items():
+                shares = {row.shape.tokens: report.share(row) for row in found if row.samples_ms}
+                times = _times(found)
+                cells = (f"{times[n]:.4f} ({shares[n] or 0:.0%})" if n in times else "" for n in LENGTHS)
+                lines.append((model, side, scheme, *cells))
+            sym, hybrid = _times(rows["sym"]), _times(rows["hybrid"])
+            lines.append((model, side, "hybrid / sym", *_cells({n: hybrid[n] / sym[n] for n in sym if n in hybrid}, "{:.2f}")))
+    note = (
+        "Milliseconds, and in brackets the share of the measured copy bandwidth: rows read and everything written. Keys in groups of 32 "
+        "channels, values in groups of 32 tokens; 2 magnitude bits (sym and hybrid store a sign beside). The paper's figure prints no "
+        f"numbers. {_largest_error(report, 'quantize')}"
+    )
+    header = ("model", "rows", "scheme", *map(str, LENGTHS))
+    return Table("InnerQ's Figure 4: quantizing and packing bf16 rows", note, header, _filled(lines))
+
+
+def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The lines that say something."""
+    return [line for line in lines if any(line[3:])]
+
+
+def _largest_error(report: KernelReport, *sections: str) -> str:
+    errors = [row.error for row in report.rows if row.section in sections and row.error is not None]
+    return f"Largest relative error of the rows here: {max(errors):.1e}." if errors else "Errors of the rows here: not measured."
+
+
+def _rows(report: KernelReport, section: str, model: str, candidate: str) -> list[KernelRow]:
+    """Those of one arithmetic: assembly's where there are any."""
+    found = [row for row in report.rows if (row.section, row.model, row.candidate) == (section, model, candidate)]
+    return [row for row in found if row.arithmetic == "asm"] or found
+
+
+def _times(rows: Iterable[KernelRow]) -> Times:
+    return {row.shape.tokens: row.median_ms for row in rows if row.samples_ms}
+
+
+def _cells(times: Times, pattern: str) -> list[str]:
+    return [pattern.format(times[length]) if length in times else "" for length in LENGTHS]

@@ -1,0 +1,180 @@
+"""What the InnerQ paper times: the two matrix-vector products of decode attention by themselves, and quantizing with packing.
+
+Its shapes are not printed. Its times double from Llama 3.2-1B to 3.1-8B and grow by a quarter to Llama 2-13B, as query heads times head dim
+do (32 x 64, 32 x 128, 40 x 128) and KV heads do not: so each query head has keys and values of its own here too. Batch 1, groups of 32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from benchmarks.common import Shape
+from benchmarks.device_timing import first, uniform
+from benchmarks.kernel_candidates import (
+    Planned,
+    Task,
+    bytes_of,
+    checked_part,
+    codecs_of,
+    exact_rows,
+    leaves_of,
+    name_of,
+    padded_heads,
+    random_body,
+    side_of,
+)
+from kvq_jax import quantized
+from kvq_jax.group_codec import GroupCodec
+from pallas_kernels import matvec
+from pallas_kernels._launch import Launch
+from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.sides import Grouped
+
+PAPER_MODELS = {  # query heads, each with its own keys and values; head dim
+    "Llama-3.2-1B": (32, 64),
+    "Llama-3.1-8B": (32, 128),
+    "Llama-2-13B": (40, 128),
+}
+EXACT = "bf16"
+INNER, OUTER = "innerq:bits=2,mode=asym", "kivi:bits=2"  # the same codes, scales and zeros; only the axis of the groups differs
+SCHEMES = ("sym", "hybrid", "asym")
+QUANTIZE_BITS = 2
+
+
+def paper_shape(model: str, tokens: int) -> Shape:
+    heads, head_dim = PAPER_MODELS[model]
+    return Shape(1, tokens, head_dim, heads, 1)
+
+
+def product_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
+    """ "scores" (q . K^T), then "values" (p . V): exact, grouped over the inner axis, over the outer axis."""
+    made = (("scores", _scores), ("values", _values))
+    return [Planned(part, spec, functools.partial(make, shape, spec, tuple(hows))) for part, make in made for spec in (EXACT, INNER, OUTER)]
+
+
+def _exact_scores(q: Array, k: Array) -> Array:
+    return jnp.einsum("bkgh,bksh->bkgs", q.astype(k.dtype), k, preferred_element_type=jnp.float32)
+
+
+def _exact_values(p: Array, v: Array) -> Array:
+    padded = padded_heads(p.astype(v.dtype))
+    return jnp.einsum("bkgs,bksh->bkgh", padded, v, preferred_element_type=jnp.float32)[:, :, : p.shape[2]]
+
+
+def _scores(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+    leaves, call = _product("k", shape, spec)
+
+    def kernel(how: Launch, q: Array, copy: Any) -> Array:
+        assert call is not None
+        return matvec.scores(q, call, jax.tree.leaves(copy), capacity=shape.tokens, how=how)
+
+    def check(q: Array, copy: Any, out: Array) -> tuple[Array, Array]:
+        q, out = checked_part((q, out))
+        rows = exact_rows(leaves, checked_part(copy)).astype(jnp.float32)
+        return out, jnp.einsum("bkgh,bksh->bkgs", q, rows, precision="highest")
+
+    return Task(
+        spec == EXACT,
+        bytes_of(leaves),
+        bytes_of(leaves),
+        0,
+        start=lambda: uniform((1, shape.kv_heads, 1, shape.head_dim), jnp.uint32(17), -3.0, 3.0),
+        copy=lambda seed: random_body(leaves, seed),
+        calls=_calls(_on_rows(leaves, _exact_scores), kernel, spec, hows),
+        feed=lambda q, out: q + first(out),
+        check=check,
+    )
+
+
+def _values(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+    leaves, call = _product("v", shape, spec)
+
+    def kernel(how: Launch, p: Array, copy: Any) -> Array:
+        assert call is not None
+        return matvec.weighted_values(p, call, jax.tree.leaves(copy), how=how)
+
+    def check(p: Array, copy: Any, out: Array) -> tuple[Array, Array]:
+        p, out = checked_part((p, out))
+        rows = exact_rows(leaves, checked_part(copy)).astype(jnp.float32)
+        return out, jnp.einsum("bkgs,bksh->bkgh", p.astype(jnp.float32), rows, precision="highest")
+
+    return Task(
+        spec == EXACT,
+        bytes_of(leaves) + 2 * shape.kv_heads * shape.tokens,  # and the weights, in fp16
+        bytes_of(leaves),
+        0,
+        start=lambda: uniform((1, shape.kv_heads, 1, shape.tokens), jnp.uint32(17), 0.0, 1.0, jnp.float16),
+        copy=lambda seed: random_body(leaves, seed),
+        calls=_calls(_on_rows(leaves, _exact_values), kernel, spec, hows),
+        feed=lambda p, out: p.at[0, 0, 0, 0].add(first(out).astype(p.dtype)),  # in place: one weight
+        check=check,
+    )
+
+
+def _product(side: str, shape: Shape, spec: str) -> tuple[Any, Any]:
+    """(leaves, the kernel's side) of keys or values."""
+    codec = codecs_of("dense" if spec == EXACT else spec, shape)["kv".index(side)]
+    leaves = leaves_of(codec, shape)
+    return leaves, None if spec == EXACT else side_of(codec, leaves)
+
+
+def _on_rows(leaves: Any, product: Callable[[Array, Array], Array]) -> Callable[[Array, Any], Array]:
+    return lambda x, copy: product(x, exact_rows(leaves, copy))
+
+
+def _calls(exact: Callable, kernel: Callable, spec: str, hows: Sequence[Launch]) -> tuple[tuple[str, Callable], ...]:
+    if spec == EXACT:
+        return (("", exact),)
+    return tuple((name_of(how), jax.jit(functools.partial(kernel, how))) for how in hows)
+
+
+# Quantizing
+
+
+def quantize_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
+    """Keys, in groups over channels, and values, over tokens, in each scheme at the same magnitude bits."""
+    return [
+        Planned("quantize", f"{scheme}, {side}", functools.partial(_quantize, shape, side, scheme, tuple(hows)))
+        for side in ("keys", "values")
+        for scheme in SCHEMES
+    ]
+
+
+def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> Task:
+    spec = f"innerq:bits={QUANTIZE_BITS},mode={scheme}"
+    codec = codecs_of(spec, shape)[("keys", "values").index(which)]
+    assert isinstance(codec, GroupCodec)
+    leaves = leaves_of(codec, shape)
+    side = side_of(codec, leaves)
+    assert isinstance(side, Grouped)
+    size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
+    rows_bytes = 2 * shape.kv_heads * shape.tokens * shape.head_dim
+
+    def kernel(how: Launch, _: Array, rows: Array) -> Any:
+        return quantize_rows(rows, side, scheme, QUANTIZE_BITS, how=how)
+
+    def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
+        """What some rows stand for, quantized here and by the reference: all of them as one row, for single codes may differ at ties."""
+        tokens = min(shape.tokens, 1024)
+        found = quantized.Quantized(out.words, out.scale, out.zero, codec.format)
+        cut = jax.tree.map(lambda a: a[:1, :2], found)
+        wanted = quantized.quantize(rows[:1, :2, :tokens].astype(jnp.float32), codec.format)
+        return quantized.dequantize(cut)[:, :, :tokens].reshape(1, -1), quantized.dequantize(wanted).reshape(1, -1)
+
+    return Task(
+        False,
+        rows_bytes + bytes_of(leaves),
+        rows_bytes,
+        bytes_of(leaves),
+        start=lambda: jnp.zeros((), jnp.float32),
+        copy=lambda seed: uniform(size, seed, -1.0, 1.0, jnp.bfloat16),
+        calls=tuple((name_of(how), jax.jit(functools.partial(kernel, how))) for how in hows),
+        feed=lambda x, out: x + first(out.scale),
+        check=check,
+    )
