@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -398,9 +399,11 @@ def test_ctrl_c_inside_a_garbage_collection_is_not_lost(run, monkeypatch):
             time.sleep(0.05)
 
     monkeypatch.setattr(importlib.import_module("models.cli.methods"), "run", work)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
     try:
         assert run("methods") == (130, "", "")
     finally:
+        signal.signal(signal.SIGINT, before)
         gc.callbacks.remove(collect)
     assert dropped, "the test raised nothing"
 
