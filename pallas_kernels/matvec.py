@@ -28,9 +28,11 @@ from pallas_kernels.parts import LOG2E
 from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN, Tile
 
+SCORES_TUNING = Tuning(tile=64)  # 128 tokens spill: every score is stored
+
 
 def scores(
-    q: Float[Array, "B K G H"], side: Side, stored: Sequence[Array], *, capacity: int, tuning: Tuning = TUNING, how: Launch = LAUNCH
+    q: Float[Array, "B K G H"], side: Side, stored: Sequence[Array], *, capacity: int, tuning: Tuning = SCORES_TUNING, how: Launch = LAUNCH
 ) -> Float[Array, "B K G S"]:
     """q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (Dense: to the stored dtype)."""
     batch, heads, group, channels = q.shape
