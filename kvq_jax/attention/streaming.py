@@ -24,8 +24,8 @@ from kvq_jax.rope import Rope
 if TYPE_CHECKING:
     from kvq_jax.plan import LayerPlan, LayerState
 
-BODY_CHUNK = 1024  # body tokens read in one step, at most
-BODY_CHUNK_ELEMENTS = 1 << 19  # their rows of K or of V, or their scores, the whole batch: 2 MiB in fp32 (docs/decisions.md)
+BODY_CHUNK = 1408  # body tokens read in one step, at most
+BODY_CHUNK_ELEMENTS = 11 << 16  # their rows of K or of V, or their scores, the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
 EXACT_CHUNK = 1024  # exact rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
