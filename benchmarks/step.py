@@ -115,10 +115,10 @@ def steps_program(implementation: Implementation, steps: int) -> Callable[[Llama
 
 
 def implementation_of(name: str) -> Implementation:
-    """ "xla", or how kernels are launched."""
-    if name in ("asm", "jnp"):
-        return Launch("asm" if name == "asm" else "jnp")
-    return "xla" if name == "xla" else Launch(interpret=True)
+    """What `decode_step` is told for an implementation of the table."""
+    launches = {"asm": Launch("asm"), "jnp": Launch("jnp"), "interpreted": Launch(interpret=True)}
+    named: dict[str, Implementation] = {**launches, "xla": "xla", "default": None}
+    return named[name]
 
 
 @dataclasses.dataclass

@@ -82,8 +82,8 @@ class Codec(abc.ABC):
         """A `pallas_kernels.sides.Side` with which fused kernels read the body, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any] | None:
-        """(scheme, divisor of the rows or None) for `pallas_kernels.quantize`; None where `encode` has no kernel."""
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+        """(format, scheme, divisor of the rows or None) for `pallas_kernels.quantize`; None where `encode` has no kernel."""
         return None
 
 

@@ -59,5 +59,5 @@ class GroupCodec(Codec):
 
         return grouped(self)
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any] | None:
-        return self.format.scheme, None
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+        return self.format, self.format.scheme, None

@@ -36,6 +36,7 @@ def prefill(
     lengths: ArrayLike | None = None,
     *,
     logits: Literal["last", "all"] = "last",
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
     """Adds prompts to a cache. Returns (logits, cache): fp32 [B, V] after the last token of each row, or [B, T, V] for "all".
 
@@ -43,20 +44,22 @@ def prefill(
     the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given
     cache's buffers are consumed.
 
-    One layer's keys and values for the whole prompt exist at a time. Raises ValueError where tokens do not fit the vocabulary or the
-    capacity.
+    One layer's keys and values for the whole prompt exist at a time. implementation: what quantizes them, see `decode_step`. Raises
+    ValueError where tokens do not fit the vocabulary or the capacity.
     """
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
-    return prefill_program(llama, cache, tokens, lengths, logits == "all")
+    return prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
 
 
-@functools.partial(jax.jit, static_argnames="all_logits", donate_argnames="cache")
-def prefill_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool) -> tuple[Array, Cache]:
+@functools.partial(jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache")
+def prefill_program(
+    llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool, implementation: Implementation = None
+) -> tuple[Array, Cache]:
     """The compiled part of `prefill`, for callers that compile ahead of time."""
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    hidden, cache = _advance(llama, cache, tokens, valid, prefill_layer)
+    hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(prefill_layer, implementation=implementation))
     if all_logits:
         return llama.logits(hidden), cache
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
@@ -75,8 +78,8 @@ def decode_step(
     """Adds generated tokens. token [B] gives logits [B, V]; token [B, T] gives [B, T, V], equal to those of T single steps.
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
-    implementation (static): what reads the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one that cannot
-    run raises ValueError with the reason.
+    implementation (static): what reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one
+    that cannot run raises ValueError with the reason.
     """
     tokens = token if token.ndim == 2 else token[:, None]
     valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None] < cache.capacity

@@ -68,8 +68,7 @@ def generate(
     new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run (see
     `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
     """
-    implementations(cache, implementation)
-    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling)
+    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     progress = advance(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
     return Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
 
@@ -90,8 +89,7 @@ def generate_stream(
 
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
-    implementations(cache, implementation)
-    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling)
+    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     until = 0
     while until < max_new_tokens and not bool(jnp.all(progress.ended)):
         until = min(until + STREAM_STEPS, max_new_tokens)
@@ -103,15 +101,24 @@ def _key(key: Array | None) -> Array:
     return jax.random.key(0) if key is None else key
 
 
-def start(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, max_new_tokens: int, sampling: Sampling) -> Progress:
+def start(
+    llama: Llama,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    max_new_tokens: int,
+    sampling: Sampling,
+    implementation: Implementation = None,
+) -> Progress:
     """Checks a request, adds its prompts to the cache, and sets out. Errors as `generate`."""
     sampling.check()
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
+    implementations(cache, implementation)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     if not isinstance(lengths, Tracer) and int(lengths.min()) < 1:
         raise ValueError(f"row {int(lengths.argmin())} has an empty prompt; give at least one token")
-    logits, cache = prefill(llama, cache, tokens, lengths)
+    logits, cache = prefill(llama, cache, tokens, lengths, implementation=implementation)
     batch = cache.batch
     return Progress(
         cache,

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.lookup import Words, byte_planes, chosen, code_bits, permuted, plane_sets
-from pallas_kernels.parts import add_up, dot, query_planes, token_statistic
+from pallas_kernels.lookup import Words, byte_planes, chosen, code_bits, permuted
+from pallas_kernels.parts import add_up, by_slots, dot, query_planes, token_statistic
 from pallas_kernels.planes import Planes, multiply_add
 from pallas_kernels.sides import Rows, Side
-from pallas_kernels.tile import SPAN, Tile
+from pallas_kernels.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Codebook(Side):
 
     @property
     def _sets(self) -> int:
-        return len(plane_sets(self.planes.bits))
+        return len(self.planes.sets)
 
     @property
     def _permutes(self) -> bool:
@@ -73,9 +73,7 @@ class Codebook(Side):
         lead = words[0].shape[:2]
         table = table.astype(jnp.float16).reshape(*([1] * (2 + len(own) - table.ndim)), *table.shape)
         table = jnp.broadcast_to(table, (*lead, *own))
-        if self.slots > 1:
-            statistics = [s.reshape(*s.shape[:3], s.shape[3] // SPAN, self.slots, SPAN // self.slots) for s in statistics]
-        return (*words, table, *statistics, *([byte_planes(table)] if self._permutes else []))
+        return (*words, table, *by_slots(statistics, self.slots), *([byte_planes(table)] if self._permutes else []))
 
     def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
         planes = query_planes(q, self.planes.chunks)

@@ -123,7 +123,7 @@ def decode_attention(
     count, width = v.chunks
     outputs = [(count, width, columns), (columns,), (columns,)]
     shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in outputs]
-    o, m, l = launch(  # noqa: E741
+    out, largest, total = launch(
         functools.partial(_kernel, sides=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=how.asm, columns=columns),
         name="decode_attention",
         grid=(batch, heads, splits),
@@ -134,17 +134,16 @@ def decode_attention(
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(limits.astype(jnp.int32), *flat)
-    return merge_splits(o[..., :group], m[..., :group], l[..., :group])
+    return merge_splits(out[..., :group], largest[..., :group], total[..., :group])
 
 
-def merge_splits(o: Float[Array, "B K P C W G"], m: Float[Array, "B K P G"], l: Float[Array, "B K P G"]) -> Part:  # noqa: E741
-    """The part of all splits P together, exactly; m comes in units of log2."""
-    largest = jnp.max(m, axis=2, keepdims=True)
-    shrink = jnp.exp2(m - largest)
-    total = jnp.sum(l * shrink, axis=2)
-    out = jnp.sum(o * shrink[:, :, :, None, None], axis=2)  # [B, K, C, W, G]
-    out = jnp.moveaxis(out, 4, 2).reshape(*m.shape[:2], m.shape[3], -1)
-    return Part(largest[:, :, 0, :, None] * LN2, total[..., None], out)
+def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P G"], total: Float[Array, "B K P G"]) -> Part:
+    """The part of all splits P together, exactly, from their (o, m, l); m comes in units of log2."""
+    m = jnp.max(largest, axis=2, keepdims=True)
+    shrink = jnp.exp2(largest - m)
+    o = jnp.sum(out * shrink[:, :, :, None, None], axis=2)  # [B, K, C, W, G]
+    o = jnp.moveaxis(o, 4, 2).reshape(*m.shape[:2], m.shape[3], -1)
+    return Part(m[:, :, 0, :, None] * LN2, jnp.sum(total * shrink, axis=2)[..., None], o)
 
 
 def _kernel(

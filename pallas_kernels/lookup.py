@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16, Int32
 
-from pallas_kernels.planes import Planes, half2
+from pallas_kernels.planes import Planes, half2, twice
 from pallas_kernels.tile import Tile
 
 Entry = Float16[Array, "#rows #W"]
@@ -37,16 +37,11 @@ class Bit(NamedTuple):
     position: int
 
 
-def plane_sets(bits: int) -> tuple[int, ...]:
-    """Bits of each plane set, the low bits first: powers of two, widest first (as `kvq_jax.packing` stores them)."""
-    return tuple(1 << i for i in reversed(range(4)) if bits >> i & 1)
-
-
 @functools.cache
 def code_bits(planes: Planes, slot: int, chunk: int) -> tuple[Bit, ...]:
     """Where the bits of a chunk's codes are, lowest first."""
     number, found = slot * planes.chunks + chunk, []
-    for i, bits in enumerate(plane_sets(planes.bits)):
+    for i, bits in enumerate(planes.sets):
         index, tile = divmod(number, planes.tiles(bits))
         found += [Bit(i, tile, bits * index + j) for j in range(bits)]
     return tuple(found)
@@ -60,7 +55,7 @@ class Words(NamedTuple):
     @classmethod
     def read(cls, refs: Sequence[Any], planes: Planes, tile: Tile) -> Words:
         rows = pl.ds(tile.offset(planes.slots), tile.size // planes.slots)
-        sets = zip(refs, plane_sets(planes.bits), strict=False)
+        sets = zip(refs, planes.sets, strict=False)
         return cls([[ref[rows, pl.ds(planes.width * j, planes.width)] for j in range(planes.tiles(bits))] for ref, bits in sets])
 
     def of(self, bit: Bit) -> Int16[Array, "rows W"]:
@@ -100,8 +95,9 @@ def permuted(words: Words, bits: Sequence[Bit], table: Sequence[Int32[Array, ""]
     low, high = (2 + 2 * i for i in (0, len(table) // 2))  # a 32-bit operand is a pair of registers, here the same twice
 
     def entries_of(half: int, into: str) -> str:
-        l, h = low + 4 * half, high + 4 * half  # noqa: E741
-        return f"prmt.b32 l, ${l}, ${l + 2}, s; prmt.b32 h, ${h}, ${h + 2}, s; prmt.b32 {into}, l, h, 0x5140;"
+        at_low, at_high = low + 4 * half, high + 4 * half
+        bytes_of = f"prmt.b32 l, ${at_low}, ${at_low + 2}, s; prmt.b32 h, ${at_high}, ${at_high + 2}, s;"
+        return f"{bytes_of} prmt.b32 {into}, l, h, 0x5140;"
 
     # codes of both halves side by side as a selector, whose nibbles have no fourth bit
     assembly = "shr.b32 s, $1, 12; lop3.b32 s, s, $1, 0x77, 0xa8;"
@@ -164,18 +160,14 @@ def _gathered(words: Words, bits: Sequence[Bit], at: int, base: int, asm: bool) 
         if asm:
             by = bit.position - to
             move = f"{'shr' if by > 0 else 'shl'}.b32 t, $1, {abs(by)};"
-            rest = _twice(base) if found is None else "$2"
+            rest = twice(base) if found is None else "$2"
             operands = [words.of(bit), *([] if found is None else [found])]
-            found = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {_twice(mask)}, {rest}, 0xea; }}", *operands)
+            found = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {twice(mask)}, {rest}, 0xea; }}", *operands)
         else:
             part = words.moved(bit, to) & _int16(mask)
             found = part | (_int16(base) if found is None else found)
     assert found is not None
     return found if asm else lax.bitcast_convert_type(found, jnp.float16)
-
-
-def _twice(constant: int) -> str:
-    return f"{constant << 16 | constant:#x}"
 
 
 def _int16(bits: int) -> np.int16:

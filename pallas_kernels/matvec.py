@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
-from pallas_kernels.decode import TUNING, Tuning
+from pallas_kernels.decode import TUNING, Tuning, least_tile
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN, Tile
@@ -36,7 +36,7 @@ def scores(
 ) -> Float[Array, "B K G S"]:
     """q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (Dense: to the stored dtype)."""
     batch, heads, group, channels = q.shape
-    _check(capacity, tuning)
+    _check(side, capacity, tuning)
     rows, columns = _padded(group)
     unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)  # sides scale as attention does
     # real heads lie columns / rows apart, so that a reshape separates them from the padding
@@ -63,7 +63,7 @@ def weighted_values(
 ) -> Float[Array, "B K G H"]:
     """sum_t p_t v_t over every stored token, fp32. p may be in any float dtype; it is rounded to fp16 (Dense: to the stored dtype)."""
     batch, heads, group, capacity = p.shape
-    _check(capacity, tuning)
+    _check(side, capacity, tuning)
     rows, columns = _padded(group)
     weights = _pad_heads(p, rows).reshape(batch, heads, *_by_slots(rows, capacity, side.slots))
     arrays = side.arrays(stored)
@@ -85,9 +85,10 @@ def weighted_values(
     return jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
 
 
-def _check(capacity: int, tuning: Tuning) -> None:
-    if tuning.tile % SPAN or capacity % tuning.tile:
-        raise ValueError(f"{capacity=} is not whole tiles of {tuning.tile} tokens, or those not whole spans of {SPAN}: choose another tile")
+def _check(side: Side, capacity: int, tuning: Tuning) -> None:
+    least = least_tile(side)
+    if tuning.tile % least or capacity % tuning.tile:
+        raise ValueError(f"{capacity=} is not whole tiles of {tuning.tile} tokens, or those are not whole groups of {least}")
 
 
 def _padded(group: int) -> tuple[int, int]:

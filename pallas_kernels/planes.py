@@ -26,7 +26,6 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16
 
 SUPPORTED_BITS = (2, 3, 4, 5, 8)
-SPAN = 32  # tokens over which the slots of a word row are spread
 WORD = 16
 
 
@@ -75,8 +74,8 @@ class Planes:
 
     @property
     def sets(self) -> tuple[int, ...]:
-        """Bits of each plane set, the low bits first."""
-        return (self.bits - 1, 1) if self.bits in (3, 5) else (self.bits,)
+        """Bits of each plane set, the low bits first: powers of two, as `kvq_jax.packing` stores them."""
+        return tuple(1 << i for i in reversed(range(4)) if self.bits >> i & 1)
 
     def tiles(self, set_bits: int) -> int:
         return self.slots * self.chunks * set_bits // WORD
@@ -115,10 +114,8 @@ def _place(bit: int, low: int, bits: int) -> tuple[int, int]:
 
 def codes(low: list[Int16[Array, "rows W"]], high: list[Int16[Array, "rows W"]], field: Field, asm: bool) -> Float16[Array, "rows W"]:
     """bias + code of one field, exactly. low, high: the W-wide tiles of a word row's plane sets."""
-    words = low[field.tile]
-    if field.high_tile is None:
-        return _asm_codes(words, None, field) if asm else _jnp_codes(words, None, field)
-    return (_asm_codes if asm else _jnp_codes)(words, high[field.high_tile], field)
+    top = None if field.high_tile is None else high[field.high_tile]
+    return (_asm_codes if asm else _jnp_codes)(low[field.tile], top, field)
 
 
 def _jnp_codes(words: Array, high: Array | None, field: Field) -> Array:
@@ -140,10 +137,10 @@ def _asm_codes(words: Array, high: Array | None, field: Field) -> Array:
         selector = 0x4 << 12 | (2 + index) << 8 | 0x4 << 4 | index
         return half2(f"prmt.b32 $0, $1, 0x64646464, {selector:#x};", words)
     into = "$0" if high is None else "t"
-    low = f"{_asm_moved('t', '$1', field.shift)} lop3.b32 {into}, t, {_twice(field.mask)}, {_twice(field.exponent)}, 0xea;"
+    low = f"{_asm_moved('t', '$1', field.shift)} lop3.b32 {into}, t, {twice(field.mask)}, {twice(field.exponent)}, 0xea;"
     if high is None:
         return half2(f"{{ .reg .b32 t; {low} }}", words)
-    top = f"{_asm_moved('u', '$2', field.high_shift)} lop3.b32 $0, u, {_twice(field.high_mask)}, t, 0xea;"
+    top = f"{_asm_moved('u', '$2', field.high_shift)} lop3.b32 $0, u, {twice(field.high_mask)}, t, 0xea;"
     return half2(f"{{ .reg .b32 t, u; {low} {top} }}", words, high)
 
 
@@ -154,7 +151,7 @@ def _asm_moved(into: str, source: str, shift: int) -> str:
     return f"{'shr' if shift > 0 else 'shl'}.b32 {into}, {source}, {abs(shift)};"
 
 
-def _twice(constant: int) -> str:
+def twice(constant: int) -> str:
     return f"{constant << 16 | constant:#x}"
 
 
@@ -174,7 +171,7 @@ def half2(assembly: str, *operands: Array) -> Float16[Array, "rows W"]:
 def subtract_scale(h: Array, constant: float, scale: Array, asm: bool) -> Float16[Array, "rows W"]:
     """(h - constant) * scale. The subtraction is exact for codes and their biases; constant must be an fp16 number."""
     if asm:
-        return half2(f"{{ .reg .b32 t; mov.b32 t, {_half_twice(-constant)}; add.rn.f16x2 t, $1, t; mul.rn.f16x2 $0, t, $2; }}", h, scale)
+        return half2(f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t; mul.rn.f16x2 $0, t, $2; }}", h, scale)
     return (h - np.float16(constant)) * scale
 
 
@@ -182,7 +179,7 @@ def subtract_scale_add(h: Array, constant: float, scale: Array, zero: Array, asm
     """(h - constant) * scale + zero, rounded once in asm and twice in jnp."""
     if asm:
         return half2(
-            f"{{ .reg .b32 t; mov.b32 t, {_half_twice(-constant)}; add.rn.f16x2 t, $1, t; fma.rn.f16x2 $0, t, $2, $3; }}", h, scale, zero
+            f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t; fma.rn.f16x2 $0, t, $2, $3; }}", h, scale, zero
         )
     return (h - np.float16(constant)) * scale + zero
 
@@ -210,8 +207,8 @@ def _float(assembly: str, *operands: Array) -> Array:
     return result
 
 
-def _half_twice(value: float) -> str:
+def half_twice(value: float) -> str:
     half = np.float16(value)
     if float(half) != value:
         raise ValueError(f"{value=} is not an fp16 number")
-    return _twice(int(half.view(np.uint16)))
+    return twice(int(half.view(np.uint16)))

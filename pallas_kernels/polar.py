@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.lookup import Bit, Words, chosen, code_bits, negated, number, plane_sets, selector
+from pallas_kernels.lookup import Bit, Words, chosen, code_bits, negated, number, selector
 from pallas_kernels.parts import add_up, channel_statistic, dot, for_tokens, query_planes
 from pallas_kernels.planes import Planes, multiply_add, subtract_scale_add
 from pallas_kernels.sides import Rows, Side
@@ -63,7 +63,7 @@ class Polar(Side):
         return 2 * self.planes.chunks, self.planes.width
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        wanted = len(plane_sets(self.planes.bits)) + (2 if self.angles == "grid" else 4)
+        wanted = len(self.planes.sets) + (2 if self.angles == "grid" else 4)
         if len(stored) != wanted:
             raise ValueError(f"{len(stored)=}: angles={self.angles!r} with {self.planes.bits} bits is {wanted} arrays")
         return tuple(stored)
@@ -72,7 +72,7 @@ class Polar(Side):
         return (query_planes(q, 2 * self.planes.chunks),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        words, statistics = Words.read(refs, self.planes, tile), refs[len(plane_sets(self.planes.bits)) :]
+        words, statistics = Words.read(refs, self.planes, tile), refs[len(self.planes.sets) :]
         pairs, found = self.planes.chunks, []
         for slot in range(self.slots):
             dots = []

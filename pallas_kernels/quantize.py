@@ -45,8 +45,9 @@ from jaxtyping import Array, Float, Int16
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.levels import Job, Levels, Scheme, cleaned, finite_or, fold, is_plain, within_limit
-from pallas_kernels.planes import SPAN, SUPPORTED_BITS, Planes
+from pallas_kernels.planes import SUPPORTED_BITS, Planes
 from pallas_kernels.sides import Grouped
+from pallas_kernels.tile import SPAN
 
 _AT_ONCE = 4  # tokens of a loop step over the tokens of a group
 

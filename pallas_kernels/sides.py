@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.parts import LOG2E, add_up, channel_statistic, dot, for_tokens, query_planes, token_statistic
+from pallas_kernels.parts import LOG2E, add_up, by_slots, channel_statistic, dot, for_tokens, query_planes, token_statistic
 from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
-from pallas_kernels.tile import SPAN, Tile
+from pallas_kernels.tile import Tile
 
 Rows = list[Float[Array, "rows GP"]]
 
@@ -95,9 +95,7 @@ class Grouped(Side):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         words, statistics = stored[: len(self.planes.sets)], stored[len(self.planes.sets) :]
-        if self.axis == "channels" and self.slots > 1:
-            statistics = [s.reshape(*s.shape[:3], s.shape[3] // SPAN, self.slots, SPAN // self.slots) for s in statistics]
-        return (*words, *statistics)
+        return (*words, *(by_slots(statistics, self.slots) if self.axis == "channels" else statistics))
 
     def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
         p, (batch, heads, columns, _) = self.planes, q.shape

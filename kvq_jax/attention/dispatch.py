@@ -9,10 +9,10 @@ a Launch   the kernel, launched in just this way, whatever the device: for tests
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+import math
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -20,13 +20,12 @@ from kvq_jax.attention import online, streaming
 from kvq_jax.codec import Codec
 from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import LAUNCH, Launch
-from pallas_kernels.decode import TUNING, decode_attention, least_tile
+from pallas_kernels.decode import decode_attention, least_tile
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.sides import Grouped, Side
+from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN
 
 if TYPE_CHECKING:
-    from kvq_jax.group_codec import GroupCodec
     from kvq_jax.plan import LayerPlan, LayerState
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
@@ -44,14 +43,12 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
-        if least_tile(side) > TUNING.tile:
-            return f"{name}: groups of {least_tile(side)} tokens; kernels take up to {TUNING.tile}"
         least = max(least, least_tile(side))
+        longest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity)))
+        if longest >= 2**31:
+            return f"{name}: an array of {longest} elements is past the kernels' 32-bit offsets"
     if plan.regions.body_capacity < least:
         return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {least}"
-    if batch * plan.heads * plan.regions.body_capacity * plan.head_dim >= 2**31:
-        # the largest array of a body is at most this long; codes are packed, exact rows are not
-        return "an array may have 2^31 elements or more, past the kernels' 32-bit offsets"
     return None
 
 
@@ -88,15 +85,13 @@ def attend(
 
 
 def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, how: Launch | None) -> Tree:
-    """`codec.encode`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one: the same codes but for at
-    most 1e-4 of them, which differ by one."""
-    job = codec.kernel_job(stats, prefill=prefill) if how is not None else None
-    side = codec.kernel_side()
-    if how is None or job is None or not isinstance(side, Grouped):
+    """`codec.encode`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one. The codes are the same, but
+    where an element lies midway between two levels, or nearly: there XLA may choose the other one (pallas_kernels/quantize.py)."""
+    job = None if how is None else codec.kernel_job(stats, prefill=prefill)
+    if how is None or job is None:
         return codec.encode(params, stats, rows, prefill=prefill)
-    scheme, divisor = job
-    format = cast("GroupCodec", codec).format
-    packed = quantize_rows(rows, side, scheme, format.bits, divisor=divisor, how=how)
+    format, scheme, divisor = job
+    packed = quantize_rows(rows, codec.kernel_side(), scheme, format.bits, divisor=divisor, how=how)
     return Quantized(packed.words, packed.scale, packed.zero, format)
 
 
@@ -114,4 +109,4 @@ def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, 
         capacity=plan.regions.body_capacity,
         how=how,
     )
-    return online.merge(part, online.Part(*(jnp.asarray(x) for x in found)))
+    return online.merge(part, online.Part(*found))

@@ -10,6 +10,7 @@ from pallas_kernels.sides import Dense, Grouped, Side
 from pallas_kernels.tile import SPAN
 
 HEAD_DIMS = (64, 128, 256)
+TOKEN_GROUPS = (32, 64, 128)  # powers of two, as all that a kernel holds, from a span to the longest step
 
 
 class StoredGroups(Protocol):
@@ -34,8 +35,8 @@ def grouped(codec: StoredGroups) -> Side | str:
         return f"blocks of {format.block} tokens; kernels read spans of {SPAN}"
     if format.axis == "channels" and format.group_size % layout.plane:
         return f"groups of {format.group_size} channels are not whole planes of {layout.plane}"
-    if format.axis == "tokens" and format.group_size % SPAN:
-        return f"groups of {format.group_size} tokens are not whole spans of {SPAN}"
+    if format.axis == "tokens" and format.group_size not in TOKEN_GROUPS:
+        return f"groups of {format.group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
     planes = Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
     return Grouped(planes, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
 

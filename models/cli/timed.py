@@ -48,7 +48,7 @@ class TimedGeneration:
         self.compile_seconds = time.perf_counter() - started
 
     def _compile(self) -> None:
-        decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False).compile()
+        decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False, self._implementation).compile()
         progress = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
         generation.advance.lower(
             self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation
@@ -57,7 +57,7 @@ class TimedGeneration:
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(progress, cache=None, logits=None))
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> generation.Progress:
-        return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling)
+        return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
 
     def segments(self, steps: int) -> Iterator[Generated]:
         """All tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""

@@ -14,8 +14,8 @@ import kvq_jax as kvq
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
-from models import LlamaConfig, decode_step
-from models.config import RopeConfig
+from benchmarks.step import llama_config
+from models import decode_step
 from models.llama import abstract_llama
 from pallas_kernels._launch import Launch
 
@@ -23,20 +23,6 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missin
 
 BATCH, CAPACITY = 16, 32768
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s8": 1, "u8": 1, "pred": 1}
-
-
-def llama_8b(layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rope=RopeConfig(theta=500000.0),
-    )
 
 
 def moved(hlo: str, at_least: int) -> list[str]:
@@ -51,7 +37,7 @@ def moved(hlo: str, at_least: int) -> list[str]:
 
 @pytest.mark.parametrize(("spec", "layers"), [("kivi:bits=4", 32), ("innerq:bits=2", 2), ("dense", 2)])
 def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers: int):
-    config = llama_8b(layers)
+    config = llama_config(layers)
     cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
     step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
     token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)

@@ -6,6 +6,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,9 +14,11 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.cache import CacheDims
 from kvq_jax.layer import decode_layer, prefill_layer
+from models import prefill as prefill_model
 from pallas_kernels._launch import Launch
 from tests.compile_options import QUICK_COMPILE
 from tests.kvq_jax.layer_runs import row_errors, sequences
+from tests.models.checkpoints import random_llama, tiny_config
 
 CAPACITY = 416
 DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
@@ -74,6 +77,7 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
         ("kivi:pre_rope=true", "before RoPE"),
         ("kivi:bits=2,group_size=16", "blocks of 16 tokens"),
         ("innerq:bits=8", "9-bit codes"),
+        ("k=dense+v=innerq:group_size=96+cache:block=96", "v: groups of 96 tokens; kernels serve 32, 64, 128"),
         ("k=kivi:group_size=256+v=kivi+cache:recent=32,block=256", "groups of 256 tokens"),
         ("kivi:recent=400", "fewer than one tile of 32"),
     ],
@@ -96,7 +100,10 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
     assert "32 query heads" in str(dispatch.unsupported(plan, 64, 1))
     assert "head_dim 80" in str(dispatch.unsupported(plan_of("kivi", CacheDims(1, 4, 2, 80, 320)), 4, 1))
     assert "exact rows in float32" in str(dispatch.unsupported(plan_of("dense", dtype="float32"), 4, 1))
-    assert "2^31" in str(dispatch.unsupported(plan_of("kivi", capacity=1 << 20), 4, 1, batch=32))
+    long = {"capacity": 1 << 20}
+    assert "past the kernels' 32-bit offsets" in str(dispatch.unsupported(plan_of("dense", **long), 4, 1, batch=32))
+    assert dispatch.unsupported(plan_of("kivi", **long), 4, 1, batch=32) is None, "its words are an eighth as many"
+    assert "past the kernels' 32-bit offsets" in str(dispatch.unsupported(plan_of("kivi", **long), 4, 1, batch=256))
 
 
 def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
@@ -118,6 +125,20 @@ def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
     assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("xla", plan_of("kivi"), 4, 1) is None
     assert dispatch.choose(None, plan_of("kivi:pre_rope=true"), 4, 1) is None
+
+
+def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    launched = []
+    monkeypatch.setattr(dispatch, "quantize_rows", lambda *args, **kwargs: launched.append(args) or 1 / 0)
+    llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)
+    prompt = np.ones((1, 200), int)
+    _, cache = prefill_model(llama, kvq.init_cache("kivi", llama.config, 1, 256, "bfloat16"), prompt, implementation="xla")
+    assert not launched
+    assert int(cache.lengths[0]) == 200
+    with pytest.raises(ZeroDivisionError):
+        prefill_model(llama, kvq.init_cache("kivi", llama.config, 1, 256, "bfloat16"), prompt)
+    assert launched, "the check above sees nothing"
 
 
 def test_launches_say_what_they_cannot_do():

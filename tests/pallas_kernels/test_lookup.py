@@ -102,7 +102,7 @@ def arrays(case: Case, seed: int = 0) -> list[np.ndarray]:
 def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
     """The vectors [B, K, S, H] that stored arrays stand for, in float64."""
     side = case.side
-    sets = len(lookup.plane_sets(side.planes.bits))
+    sets = len(side.planes.sets)
     layout = plane_layout(side.planes.bits, side.planes.channels, 32)
     codes = np.asarray(unpack(tuple(map(jnp.asarray, stored[:sets])), layout)).astype(np.int64)
     floats = [a if a.dtype != np.uint16 else np.asarray(jnp.asarray(a).view(side.scale_dtype), np.float64) for a in stored[sets:]]
@@ -141,7 +141,7 @@ def weights() -> jax.Array:
 
 def shifted(case: Case, stored: list[np.ndarray]) -> list[np.ndarray]:
     """The first statistic, or else the table, shifted by one group of channels, group of tokens or entry."""
-    found, sets = list(stored), len(lookup.plane_sets(case.side.planes.bits))
+    found, sets = list(stored), len(case.side.planes.sets)
     if isinstance(case.side, Polar):
         at, axis = sets, 2
     else:

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import matvec
 from pallas_kernels._launch import Launch
 from pallas_kernels.decode import Tuning
-from tests.pallas_kernels.kernel_cases import KernelCase, kernel_cases, row_errors, side_of, stored_rows, stored_structs
+from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, row_errors, side_of, stored_rows, stored_structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS, CAPACITY = 1, 2, 256
@@ -101,6 +101,12 @@ def test_a_capacity_of_no_whole_tiles_is_refused():
         matvec.weighted_values(
             jnp.zeros((1, 1, 1, 96)), side_of(None, 64), [jnp.zeros((1, 1, 96, case.head_dim), jnp.uint16)], tuning=TUNING
         )
+
+
+def test_a_tile_shorter_than_a_group_of_tokens_is_refused():
+    format = format_of(2, "asym", "tokens", 64, 128)
+    with pytest.raises(ValueError, match="not whole groups of 128"):
+        matvec.scores(jnp.zeros((1, 1, 1, 64)), side_of(format, 64), [], capacity=256, tuning=Tuning(tile=64))
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])

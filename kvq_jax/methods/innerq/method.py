@@ -46,8 +46,8 @@ class InnerQCodec(GroupCodec):
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
         return quantized.quantize(scaled, self.format, self._scheme(prefill))
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any] | None:
-        return self._scheme(prefill), stats if self.normalize else None
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+        return self.format, self._scheme(prefill), stats if self.normalize else None
 
     def _scheme(self, prefill: bool) -> Scheme:
         return self.format.scheme if prefill or self.hybrid_decode else "sym"
