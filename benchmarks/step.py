@@ -29,7 +29,7 @@ from benchmarks.kernel_candidates import random_body
 from benchmarks.kernel_report import KernelReport, KernelRow, is_fatal, one_line
 from benchmarks.kernels import measure_bandwidth, progress, summary
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.layer import LayerState, decode_layer
+from kvq_jax.plan import LayerState
 from models import Llama, LlamaConfig, decoding
 from models.config import RopeConfig
 from models.llama import abstract_llama
@@ -96,18 +96,10 @@ def random_cache(spec: str, config: LlamaConfig, batch: int, tokens: int, capaci
 def steps_program(implementation: Implementation, steps: int) -> Callable[[Llama, kvq.Cache, Array], tuple[Array, kvq.Cache]]:
     """`steps` decode steps: (the last logits, the cache)."""
 
-    # `models.decode_step` with its layers behind one jit, so that equal layers are traced and lowered once
-    @functools.partial(jax.jit, static_argnums=0)
-    def layer(plan: Any, params: Any, state: Any, inputs: Any, carry: Any) -> Any:
-        return decode_layer(plan, params, state, inputs, carry, implementation)
-
     def run(llama: Llama, cache: kvq.Cache, token: Array) -> tuple[Array, kvq.Cache]:
         def step(_: Array, carry: tuple[Array, kvq.Cache]) -> tuple[Array, kvq.Cache]:
             logits, cache = carry
-            tokens = (token + (logits[:, 0] * 1e-30).astype(jnp.int32))[:, None]
-            valid = (cache.lengths < cache.capacity)[:, None]
-            hidden, cache = decoding._advance(llama, cache, tokens, valid, layer)
-            return llama.logits(hidden)[:, 0], cache
+            return decoding.decode_step(llama, cache, token + (logits[:, 0] * 1e-30).astype(jnp.int32), implementation=implementation)
 
         return lax.fori_loop(0, steps, step, (jnp.zeros((cache.batch, llama.config.vocab_size), jnp.float32), cache))
 

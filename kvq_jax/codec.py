@@ -1,8 +1,8 @@
 """What a method supplies for one side of one layer: how rows become a compressed body, and how attention reads it.
 
 A codec is a frozen dataclass of resolved static values (bits, group size, head dim); its functions are pure. `params` are the method's
-parameters for this layer and side (calibrated tables, bases; `()` for methods without any), `stats` what the prompt fixed (`()` for
-methods without prompt statistics).
+parameters for this layer and side (calibrated tables, bases; `()` for methods without any, see `parameters`), `stats` what the prompt
+fixed (`()` for methods without prompt statistics).
 
 Only `rows`, `body`, `encode` and `decode` must be written; attention then works through `decode`. `query`, `scores` and `weighted` exist
 for codecs whose algebra does better than decoding every element: a scale times a partial dot product, a table look-up shared by query
@@ -14,8 +14,10 @@ from __future__ import annotations
 import abc
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
 from kvq_jax.rope import Rope
@@ -46,6 +48,17 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         """The rows that a body stands for, fp32 unless stored exactly."""
+
+    def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what `params` must hold for K KV heads, by name; empty for codecs that need nothing."""
+        return {}
+
+    def calibrate(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """The parameters, from what `rows` gave for tokens of a calibration text and the gradient of the mean loss with respect to it.
+        ValueError, in one line, where they cannot be had from these rows."""
+        raise NotImplementedError(f"{type(self).__name__} takes no calibration")
 
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first. Leaves have a leading batch axis."""
@@ -81,6 +94,10 @@ class Codec(abc.ABC):
     def kernel_side(self) -> Any:
         """A `pallas_kernels.sides.Side` with which fused kernels read the body, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
+
+    def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
+        """The arrays that the kernel's side reads, in its order."""
+        return jax.tree.leaves(body)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
         """(format, scheme, divisor of the rows or None) for `pallas_kernels.quantize`; None where `encode` has no kernel."""

@@ -139,9 +139,10 @@ def _advance(
     hidden = llama.embed_tokens(tokens)
     parameters = llama.cache_parameters or ((),) * len(llama.layers)
     states, carry = [], ()
+    step = jax.jit(layer_step, static_argnums=0)  # equal layers are traced and lowered once
     for layer, plan, own, state in zip(llama.layers, cache.plans, parameters, cache.layers, strict=True):
         inputs = layer.attention_inputs(hidden, positions, valid, rope)
-        attention, state, carry = layer_step(plan, own, state, inputs, carry)
+        attention, state, carry = step(plan, own, state, inputs, carry)
         hidden = _by_chunks(layer.finish, hidden, attention)
         states.append(state)
     lengths = cache.lengths + jnp.sum(valid, axis=1, dtype=jnp.int32)

@@ -100,7 +100,7 @@ def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, 
     sides = [codec.kernel_side() for codec in plan.codecs]
     assert all(isinstance(side, Side) for side in sides), "`choose` found the kernel unsupported"
     query = plan.k.query(view.params[0], view.stats[0], rows)
-    arrays = [jax.tree.leaves(body) for body in view.body]
+    arrays = [codec.kernel_arrays(params, body) for codec, params, body in zip(plan.codecs, view.params, view.body, strict=True)]
     found = decode_attention(
         query,
         (sides[0], arrays[0]),
