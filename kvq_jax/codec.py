@@ -60,6 +60,10 @@ class Codec(abc.ABC):
         ValueError, in one line, where they cannot be had from these rows."""
         raise NotImplementedError(f"{type(self).__name__} takes no calibration")
 
+    def calibration_key(self) -> str:
+        """The options that calibrated parameters depend on, as text: parameters of one key serve every codec with that key."""
+        return ""
+
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first. Leaves have a leading batch axis."""
         return ()
