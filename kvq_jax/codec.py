@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
-from kvq_jax.rope import Rope
+from kvq_jax.rope import Rope, rotate
 
 Side = Literal["k", "v"]
 
@@ -133,3 +133,10 @@ def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBK
     if rows is None:
         raise ValueError("this method caches keys before RoPE, but LayerInputs.k_pre is None")
     return rows
+
+
+def rotate_keys(rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    """Keys after RoPE from keys that were cached before it."""
+    if rope is None:
+        raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
+    return rotate(rows, positions, rope)

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax import quantized
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
-from kvq_jax.codec import Codec, Side, dot_rows, side_rows
+from kvq_jax.codec import Codec, Side, dot_rows, rotate_keys, side_rows
 from kvq_jax.quantized import GroupFormat, Quantized
-from kvq_jax.rope import Rope, rotate
+from kvq_jax.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,7 @@ class GroupCodec(Codec):
         return dot_rows(query, self.vectors(params, quantized.dequantize(body), positions, rope))
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
-        if not self.pre_rope:
-            return rows
-        if rope is None:
-            raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
-        return rotate(rows, positions, rope)
+        return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     def kernel_side(self) -> Any:
         from kvq_jax.attention.kernel_sides import grouped

@@ -9,6 +9,8 @@ those whose layers this file serves; a cross-layer method brings its own plan wi
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,12 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
 from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import Implementation, Launch
-from kvq_jax.body import store_blocks
+from kvq_jax.body import Leaf, store_blocks
 from kvq_jax.codec import Codec
 from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.regions import Regions
+
+ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 
 
 def prefill_layer(
@@ -94,6 +98,25 @@ def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Floa
     return jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip")
 
 
+def _by_chunks(code: Callable[[Array], Tree], block: Tree, rows: Float[Array, "B K T C"], tokens: int) -> Tree:
+    """code(rows), ENCODE_CHUNK tokens at a time, which bounds what quantizing a long prompt needs beside its rows. `block` describes the
+    arrays of one block of `tokens` tokens."""
+    blocks, per_chunk = rows.shape[2] // tokens, max(1, ENCODE_CHUNK // tokens)
+    chunks = -(-blocks // per_chunk)
+    if chunks == 1:
+        return code(rows)
+    padded = jnp.pad(rows, ((0, 0), (0, 0), (0, (chunks * per_chunk - blocks) * tokens), (0, 0)))
+    coded = lax.map(lambda i: code(lax.dynamic_slice_in_dim(padded, i * per_chunk * tokens, per_chunk * tokens, 2)), jnp.arange(chunks))
+
+    def joined(leaf: Leaf, found: Array) -> Array:
+        axis = leaf.token_axis
+        whole = jnp.moveaxis(found, 0, axis)
+        whole = whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
+        return lax.slice_in_dim(whole, 0, blocks * leaf.entries, axis=axis)
+
+    return jax.tree.map(joined, block, coded)
+
+
 def _age(
     regions: Regions,
     codec: Codec,
@@ -118,7 +141,8 @@ def _age(
 
     def encode() -> Tree:
         source = take_tokens(jnp.concatenate([state.ring[side], rows], axis=2), index)
-        return dispatch.encode(codec, params, state.stats[side], source, prefill=prefill, how=how)
+        code = functools.partial(dispatch.encode, codec, params, state.stats[side], prefill=prefill, how=how)
+        return code(source) if how is not None else _by_chunks(code, codec.body(1, 1, block), source, block)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))

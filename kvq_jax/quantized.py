@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax import uniform
 from kvq_jax.body import Leaf
+from kvq_jax.groups import ChannelGroup
 from kvq_jax.packing import PlaneLayout, Words, pack, plane_layout, unpack
 
 Axis = Literal["channels", "tokens"]
@@ -28,7 +29,8 @@ class GroupFormat:
     """How a body is quantized. Static and hashable.
 
     `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the sign), which `code_bits` includes.
-    `scale_dtype` is the dtype of scales and zeros.
+    `scale_dtype` is the dtype of scales and zeros. `heads`: how many heads a group spans (over channels only; 1, or more where it is all H
+    channels of each).
     """
 
     bits: int
@@ -38,6 +40,11 @@ class GroupFormat:
     channels: int
     block: int
     scale_dtype: str = "float16"
+    heads: int = 1
+
+    @property
+    def channel_group(self) -> ChannelGroup:
+        return ChannelGroup(self.heads, self.group_size)
 
     @property
     def code_bits(self) -> int:
@@ -62,8 +69,8 @@ class GroupFormat:
 class Quantized:
     """x ~ code * scale + zero.
 
-    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K, H/group, S] where grouped over channels, [B, K,
-    S/group, H] where grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
+    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K/heads, H/group, S] where grouped over channels,
+    [B, K, S/group, H] where grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
     """
 
     words: Words
@@ -77,7 +84,7 @@ def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> Quantize
     layout = format.layout
     words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
     if format.axis == "channels":
-        scale = Leaf((batch, heads, format.channels // format.group_size, tokens), format.scale_dtype, 3)
+        scale = Leaf(format.channel_group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
     else:
         scale = Leaf((batch, heads, tokens // format.group_size, format.channels), format.scale_dtype, 2)
     return Quantized(words, scale, scale if format.stores_zero else None, format)  # type: ignore[arg-type]  # a tree of descriptions
@@ -88,8 +95,10 @@ def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme 
     symmetric ones."""
     scheme = scheme or format.scheme
     b, k, t, h = rows.shape
+    grouped: Array
+    axis: int | tuple[int, ...]
     if format.axis == "channels":
-        grouped, axis = rows.reshape(b, k, t, h // format.group_size, format.group_size), 4
+        grouped, axis = format.channel_group.cut(rows), ChannelGroup.AXES
     else:
         grouped, axis = rows.reshape(b, k, t // format.group_size, format.group_size, h), 3
     quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme]
@@ -98,8 +107,7 @@ def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme 
         group = uniform.with_stored_zero(group, format.bits)
 
     def stored(statistic: Array) -> Array:
-        statistic = jnp.squeeze(statistic, axis)
-        return jnp.swapaxes(statistic, 2, 3) if format.axis == "channels" else statistic
+        return format.channel_group.stored(statistic) if format.axis == "channels" else jnp.squeeze(statistic, axis)
 
     zero = None if group.zero is None else stored(group.zero)
     return Quantized(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
@@ -112,10 +120,9 @@ def codes(body: Quantized) -> Int[Array, "B K T H"]:
 
 def per_element(statistic: Float[Array, "B K groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
     """A stored scale or zero, in fp32, repeated to one entry for each element."""
-    statistic = statistic.astype(jnp.float32)
     if format.axis == "channels":
-        return jnp.repeat(jnp.swapaxes(statistic, 2, 3), format.group_size, axis=3)
-    return jnp.repeat(statistic, format.group_size, axis=2)
+        return format.channel_group.spread(statistic)
+    return jnp.repeat(statistic.astype(jnp.float32), format.group_size, axis=2)
 
 
 def zeros(body: Quantized) -> Float[Array, "B K groups rest"]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from kvq_jax.method import Method
 from kvq_jax.methods.dense import Dense
+from kvq_jax.methods.formats import INT_METHODS, NORMAL_FLOAT_METHODS
 from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
+from kvq_jax.methods.kvquant import KVQuant
 
 METHODS: dict[str, type[Method]] = {
     "dense": Dense,
     "kivi": Kivi,
     "innerq": InnerQ,
+    "kvquant": KVQuant,
+    **{method.name: method for method in (*INT_METHODS, *NORMAL_FLOAT_METHODS)},
 }

@@ -13,12 +13,14 @@ the range. Entries beyond half the stored dtype's range (32752 for float16) satu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
+
+Axes: TypeAlias = int | tuple[int, ...]
 
 
 class GroupCodes(NamedTuple):
@@ -29,7 +31,7 @@ class GroupCodes(NamedTuple):
     zero: Float[Array, "..."] | None
 
 
-def finite_range(x: Float[Array, "..."], axis: int, limit: float) -> tuple[Array, Array, Array]:
+def finite_range(x: Float[Array, "..."], axis: Axes, limit: float) -> tuple[Array, Array, Array]:
     """(x without non-finite entries, minimum, maximum) over the finite entries of each group; a group with none counts as zeros."""
     finite = jnp.isfinite(x)
     x = jnp.clip(x, -limit, limit)
@@ -53,7 +55,7 @@ def saturation_limit(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max) / 2
 
 
-def asymmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
+def asymmetric(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
     """Asymmetric codes of x (fp32), grouped along `axis`; scale and zero are stored as `dtype`."""
     top = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
@@ -61,7 +63,7 @@ def asymmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = 
     return GroupCodes(_levels(x, scale, zero, top).astype(_code_dtype(top)), scale, zero)
 
 
-def symmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
+def symmetric(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
     """Symmetric codes of x (fp32): b-bit magnitudes with a sign, in offset binary 0 .. 2 * (2^b - 1)."""
     reach = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
@@ -72,7 +74,7 @@ def symmetric(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = j
     return GroupCodes(codes.astype(_code_dtype(2 * reach)), scale, None)
 
 
-def hybrid(x: Float[Array, "..."], bits: int, axis: int, dtype: DTypeLike = jnp.float32) -> GroupCodes:
+def hybrid(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
     """Per group the better of symmetric(b) and asymmetric(b) by L1 error. A symmetric group stores zero = -m * scale, so one rule decodes
     both."""
     reach = 2**bits - 1

@@ -35,6 +35,25 @@ METHOD_CASES = (
     MethodCase("innerq2_asym_plain", "innerq:mode=asym,normalize=false,scale_dtype=bfloat16,sink=4,recent=3,block=8", 4.5, 0.4042),
     MethodCase("innerq2_hybrid_prefill", "innerq:mode=hybrid_prefill,sink=4,recent=8,block=16", 4.5, 0.1906, same_codes_in_decode=False),
     MethodCase("mixed", "k=innerq:bits=4,group_size=8+v=kivi:bits=2+cache:sink=1,recent=8,block=16", 6.0, 0.3502),
+    MethodCase("int4", "int4:sink=2,recent=4,block=8", 4.25, 0.1521),
+    MethodCase("int3_group16_pre_rope", "int3:group_size=16,pre_rope=true,scale_dtype=bfloat16,recent=3,block=16", 5.0, 0.2629),
+    MethodCase("nf4_two_heads", "nf4:group_size=64,sink=1,block=16", 4.5, 0.1468),
+    MethodCase("nf2_group8", "nf2:group_size=8,recent=8,block=8", 6.0, 0.4108),
+    MethodCase("kvquant4", "kvquant:outliers=0.04,sink=5,block=16", 5.65625, 0.0353),
+    MethodCase("kvquant2_plain", "kvquant:bits=2,outliers=0,qnorm=true,sink=5,recent=5,block=16", 2.125, 0.1795),
+    MethodCase(
+        "kvquant3_matrix",
+        "kvquant:bits=3,outliers=0.1,thresholds=matrix,pre_rope=false,scale_dtype=float32,sink=5,block=8",
+        8.5625,
+        0.0549,
+    ),
+    MethodCase(
+        "kvquant3_other_axes",
+        "kvquant:bits=3,outliers=0.05,k_axis=token,v_axis=channel,weighting=none,sink=5,block=16",
+        5.15625,
+        0.0688,
+    ),
+    MethodCase("kvquant2_nf_keys", "k=kvquant:bits=2,datatype=nf,outliers=0.02+v=int2+cache:sink=5,recent=0,block=16", 2.65625, 0.2717),
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 

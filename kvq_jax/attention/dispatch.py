@@ -20,7 +20,7 @@ from kvq_jax.attention import online, streaming
 from kvq_jax.codec import Codec
 from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import LAUNCH, Launch
-from pallas_kernels.decode import decode_attention, least_tile
+from pallas_kernels.decode import decode_attention
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN
@@ -43,7 +43,7 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
-        least = max(least, least_tile(side))
+        least = max(least, side.least_tile)
         longest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity)))
         if longest >= 2**31:
             return f"{name}: an array of {longest} elements is past the kernels' 32-bit offsets"

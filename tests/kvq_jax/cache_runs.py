@@ -10,7 +10,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.cache import CacheDims
-from tests.kvq_jax.layer_runs import CAPACITY, STEP, attend_reference, decode, decode_rows, prefill, sequences
+from tests.kvq_jax.layer_runs import CAPACITY, STEP, attend_reference, decode, decode_rows, parameters_of, prefill, sequences
 
 DIMS = CacheDims(2, 4, 2, 32, 128)
 LENGTHS = (0, 1, 15, 16, 17, 40, 89, 90)
@@ -24,23 +24,26 @@ def filled(spec: str, lengths: tuple[int, ...] = (CAPACITY,) * 8, dtype: str = "
     states = []
     for seed, (plan, state) in enumerate(zip(cache.plans, cache.layers, strict=True)):
         inputs = sequences(len(lengths), seed=seed, dtype=dtype).window(np.zeros_like(stop), stop, CAPACITY)
-        states.append(prefill(plan, (), state, inputs, ())[1])
+        states.append(prefill(plan, parameters_of(plan), state, inputs, ())[1])
     return dataclasses.replace(cache, layers=tuple(states), lengths=jnp.asarray(stop))
 
 
 def rows_of(cache: kvq.Cache) -> list[list[np.ndarray]]:
     """Decoded (keys, values) of every layer, zeros from the live length on."""
-    return [[np.asarray(rows) for rows in decode_rows(p, (), s, cache.lengths)] for p, s in zip(cache.plans, cache.layers, strict=True)]
+    return [
+        [np.asarray(rows) for rows in decode_rows(p, parameters_of(p), s, cache.lengths)]
+        for p, s in zip(cache.plans, cache.layers, strict=True)
+    ]
 
 
 def continued(cache: kvq.Cache, stop: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """New tokens decoded onto the first layer up to `stop`: (each row's last output, that of the reference; NaN where there is none)."""
     plan, state, start = cache.plans[0], cache.layers[0], np.asarray(cache.lengths)
     tokens = sequences(cache.batch, seed=seed)
-    out, state, _ = decode(plan, (), state, tokens.window(start, stop, STEP), ())
+    out, state, _ = decode(plan, parameters_of(plan), state, tokens.window(start, stop, STEP), ())
     last = np.maximum(stop - 1, 0).astype(np.int32)
     found = np.take_along_axis(np.asarray(out), np.maximum(stop - start - 1, 0)[:, None, None, None], axis=2)
     seen = np.arange(cache.capacity)[None, None] < stop[:, None, None]
     inputs = tokens.window(last, stop, 1)
-    want = attend_reference(plan, (), state, jnp.asarray(stop, jnp.int32), inputs, jnp.asarray(seen))
+    want = attend_reference(plan, parameters_of(plan), state, jnp.asarray(stop, jnp.int32), inputs, jnp.asarray(seen))
     return found, np.where((stop > start)[:, None, None, None], want, np.nan)

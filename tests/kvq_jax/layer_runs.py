@@ -19,6 +19,7 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.attention import reference, streaming
 from kvq_jax.cache import CacheDims
+from kvq_jax.codec import Codec
 from kvq_jax.layer import append_layer, decode_layer, prefill_layer
 from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.rope import rotate
@@ -109,6 +110,24 @@ def empty(
     return cache.plans[0], cache.layers[0]
 
 
+@functools.cache
+def parameters_of(plan: LayerPlan) -> Any:
+    """Parameters for a layer of these tests, calibrated on sequences that the tests do not use; () where no side needs any."""
+    dims = CacheDims(1, 2 * plan.heads, plan.heads, plan.head_dim, 2 * plan.heads * plan.head_dim)
+    text = sequences(2, dims, seed=99)
+    whole = text.window(np.zeros(2, np.int32), np.full(2, CAPACITY, np.int32), CAPACITY)
+
+    def of(codec: Codec) -> Any:
+        if not codec.parameters(plan.heads):
+            return ()
+        rows = np.moveaxis(np.asarray(codec.rows((), whole)), 1, 2)[:, 5:].reshape(-1, plan.heads, plan.head_dim)
+        found = codec.calibrate(rows, np.random.default_rng(99).normal(size=rows.shape).astype(np.float32))
+        return {name: jnp.asarray(array) for name, array in found.items()}
+
+    pair = of(plan.k), of(plan.v)
+    return pair if any(pair) else ()
+
+
 def boundary_lengths(plan: LayerPlan) -> np.ndarray:
     """The eight lengths of a ragged batch at which a region starts, fills or ages."""
     r = plan.regions
@@ -122,10 +141,10 @@ def run(
     capacity = plan.regions.capacity
     outputs = np.full((*tokens.q.shape[:2], capacity + step, tokens.q.shape[3]), np.nan, np.float32)
     if prompt.max() > 0:
-        _, state, _ = prefill(plan, (), state, tokens.window(np.zeros_like(prompt), prompt, capacity, padding), ())
+        _, state, _ = prefill(plan, parameters_of(plan), state, tokens.window(np.zeros_like(prompt), prompt, capacity, padding), ())
     at = np.array(prompt)
     while (at < stop).any():
-        out, state, _ = decode(plan, (), state, tokens.window(at, stop, step, padding), ())
+        out, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, stop, step, padding), ())
         for b in range(len(at)):
             new = min(step, max(stop[b] - at[b], 0))
             outputs[b, :, at[b] : at[b] + new] = np.asarray(out, np.float32)[b, :, :new]

@@ -17,6 +17,7 @@ from tests.kvq_jax.layer_runs import (
     differences,
     empty,
     live,
+    parameters_of,
     prefill,
     row_errors,
     run,
@@ -105,7 +106,7 @@ def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
     tokens, lengths = sequences(), boundary_lengths(plan)
     regions = plan.regions
     _, after = run(plan, state, tokens, prompts_of(lengths), lengths)
-    found = decode_rows(plan, (), after, jnp.asarray(lengths))
+    found = decode_rows(plan, parameters_of(plan), after, jnp.asarray(lengths))
     for side, codec in enumerate(plan.codecs):
         given = np.asarray(codec.rows((), tokens.window(np.zeros(8, np.int32), lengths, regions.capacity, 0.0)))
         for b, n in enumerate(lengths):
@@ -123,7 +124,7 @@ def test_a_full_row_writes_nothing(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     _, before = run(plan, state, tokens, full, full)
-    _, after, _ = decode(plan, (), before, tokens.window(full, full, STEP), ())
+    _, after, _ = decode(plan, parameters_of(plan), before, tokens.window(full, full, STEP), ())
     for path, old, new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new, err_msg=jax.tree_util.keystr(path[0]))
 
@@ -132,12 +133,12 @@ def test_a_full_row_writes_nothing(case: MethodCase):
 def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), np.full(8, 40, np.int32)
-    _, after, _ = prefill(plan, (), state, tokens.window(np.zeros(8, np.int32), lengths, plan.regions.capacity), ())
+    _, after, _ = prefill(plan, parameters_of(plan), state, tokens.window(np.zeros(8, np.int32), lengths, plan.regions.capacity), ())
     sink = plan.regions.sink
     largest = np.abs(tokens.k_rot[:, :, sink:40]).max(axis=2, keepdims=True)
     np.testing.assert_allclose(after.stats[0], np.sqrt(largest), rtol=1e-6)
     _, later = run(plan, after, tokens, np.zeros(8, np.int32), np.zeros(8, np.int32))
-    later, _ = append(plan, (), later, tokens.window(lengths, lengths + 30, STEP), prefill=False), None
+    later, _ = append(plan, parameters_of(plan), later, tokens.window(lengths, lengths + 30, STEP), prefill=False), None
     np.testing.assert_array_equal(after.stats[0], later.stats[0])
 
 
@@ -147,6 +148,6 @@ def test_codes_are_equal_when_given_the_same_statistics(case: MethodCase):
     given = jax.tree.map(lambda s: jnp.full(s.shape, 1.75, s.dtype), state.stats)
     state = dataclasses.replace(state, stats=given)
     tokens, lengths, zero = sequences(seed=3), np.full(8, plan.regions.capacity, np.int32), np.zeros(8, np.int32)
-    whole = append(plan, (), state, tokens.window(zero, lengths, plan.regions.capacity), prefill=True)
+    whole = append(plan, parameters_of(plan), state, tokens.window(zero, lengths, plan.regions.capacity), prefill=True)
     _, steps = run(plan, state, tokens, zero, lengths)
     assert not differences(live(plan, whole, lengths), live(plan, steps, lengths))

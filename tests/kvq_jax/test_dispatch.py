@@ -17,7 +17,7 @@ from kvq_jax.layer import decode_layer, prefill_layer
 from models import prefill as prefill_model
 from pallas_kernels._launch import Launch
 from tests.compile_options import QUICK_COMPILE
-from tests.kvq_jax.layer_runs import row_errors, sequences
+from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.models.checkpoints import random_llama, tiny_config
 
 CAPACITY = 416
@@ -50,10 +50,10 @@ def plan_of(spec, dims=DIMS, capacity=CAPACITY, dtype="bfloat16"):
 def test_a_kernel_decodes_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, state = cache.plans[0], cache.layers[0]
-    _, state, _ = prefill(plan, (), state, tokens().window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY), ())
+    _, state, _ = prefill(plan, parameters_of(plan), state, tokens().window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY), ())
     new = tokens().window(LENGTHS, LENGTHS + 1, 1)
-    wanted, same, _ = decode(plan, (), state, new, (), implementation="xla")
-    found, after, _ = decode(plan, (), state, new, (), implementation=INTERPRETED)
+    wanted, same, _ = decode(plan, parameters_of(plan), state, new, (), implementation="xla")
+    found, after, _ = decode(plan, parameters_of(plan), state, new, (), implementation=INTERPRETED)
     assert row_errors(found, wanted).max() < 1e-2, f"errors by row {row_errors(found, wanted).max(axis=(1, 2))}"
     assert row_errors(found[1:], wanted[:-1]).max() > 0.1, "another row's output would pass"
     for one, other in zip(jax.tree.leaves(same), jax.tree.leaves(after), strict=True):
@@ -64,7 +64,10 @@ def test_a_kernel_decodes_as_xla_does(spec):
 def test_a_kernel_quantizes_prompts_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, prompt = cache.plans[0], tokens().window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY)
-    states = {how: prefill(plan, (), cache.layers[0], prompt, (), implementation=how)[1] for how in ("xla", Launch(interpret=True))}
+    states = {
+        how: prefill(plan, parameters_of(plan), cache.layers[0], prompt, (), implementation=how)[1]
+        for how in ("xla", Launch(interpret=True))
+    }
     bodies = [jax.tree.leaves(state.body) for state in states.values()]
     for one, other in zip(*bodies, strict=True):
         assert np.mean(np.asarray(one) != np.asarray(other)) < 1e-3, f"{spec}: {one.dtype}{one.shape} differs"

@@ -8,7 +8,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.body import load_body
 from kvq_jax.cache import CacheDims
-from tests.kvq_jax.layer_runs import STEP, Sequences, empty, run, sequences
+from tests.kvq_jax.layer_runs import STEP, Sequences, empty, parameters_of, run, sequences
 from tests.methods_table import MethodCase, cases
 
 
@@ -49,12 +49,13 @@ def test_roundtrip_gives_what_the_body_would_return(case: MethodCase):
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     sink, body = plan.regions.sink, plan.regions.body_capacity
     inputs = tokens.window(np.zeros(8, np.int32), full, plan.regions.capacity)
-    k_hat, v_hat = kvq.roundtrip_layer(case.spec, inputs)
+    k_hat, v_hat = kvq.roundtrip_layer(case.spec, inputs, parameters_of(plan))
     assert k_hat.shape == v_hat.shape == tokens.v.shape
     for found, given in ((k_hat, tokens.k_rot), (v_hat, tokens.v)):
         error = np.linalg.norm(np.asarray(found) - given) / np.linalg.norm(given)
         assert error <= 0.6, f"relative error {error:.2f}"
     if sink == 0 and body:  # groups of the body start where those of the whole sequence do
         _, after = run(plan, state, tokens, full, full)
-        rows = plan.v.decode((), after.stats[1], load_body(plan.v.body(1, 1, plan.regions.block), after.body[1]))
+        own = parameters_of(plan) or ((), ())
+        rows = plan.v.decode(own[1], after.stats[1], load_body(plan.v.body(1, 1, plan.regions.block), after.body[1]))
         np.testing.assert_allclose(np.asarray(rows, np.float32)[:, :, :body], np.asarray(v_hat)[:, :, :body], atol=1e-6)

@@ -21,6 +21,7 @@ from tests.kvq_jax.layer_runs import (
     decode,
     decode_vectors,
     empty,
+    parameters_of,
     prefill,
     row_errors,
     run,
@@ -34,24 +35,28 @@ def last_step(plan: LayerPlan, state: LayerState, tokens: Sequences, lengths: np
     start = np.maximum(lengths - 1, 0).astype(np.int32)
     _, before = run(plan, state, tokens, start, start)
     inputs = tokens.window(start, lengths, 1)
-    out, after, _ = decode(plan, (), before, inputs, ())
+    out, after, _ = decode(plan, parameters_of(plan), before, inputs, ())
     return np.asarray(out, np.float32), after, inputs
 
 
 def expected(plan: LayerPlan, state: LayerState, lengths: np.ndarray, inputs, seen: int = 0) -> np.ndarray:
     """The reference for queries at the last token of each row; `seen` shifts how many tokens they see."""
     mask = np.arange(plan.regions.capacity)[None, None] < (lengths + seen)[:, None, None]
-    return np.asarray(attend_reference(plan, (), state, jnp.asarray(lengths), inputs, jnp.asarray(mask)), np.float32)
+    return np.asarray(attend_reference(plan, parameters_of(plan), state, jnp.asarray(lengths), inputs, jnp.asarray(mask)), np.float32)
 
 
 def shifted(plan: LayerPlan, state: LayerState, side: int) -> LayerState:
-    """The state with every floating-point array of one body moved on by one entry of its token axis: scales of the wrong group."""
+    """The state with every floating-point array of one body moved on by one entry of its token axis: scales of the wrong group. A body
+    that is nothing but codes has its codes moved."""
+    leaves = plan.codecs[side].body(1, 1, plan.regions.block)
+    floats = [jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) for leaf in jax.tree.leaves(leaves)]
 
     def roll(leaf, array):
-        return jnp.roll(array, 1, leaf.token_axis) if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) else array
+        moves = jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) or not any(floats)
+        return jnp.roll(array, 1, leaf.token_axis) if moves else array
 
     body = list(state.body)
-    body[side] = jax.tree.map(roll, plan.codecs[side].body(1, 1, plan.regions.block), body[side])
+    body[side] = jax.tree.map(roll, leaves, body[side])
     return dataclasses.replace(state, body=tuple(body))
 
 
@@ -95,7 +100,7 @@ def test_prefill_is_exact_inside_the_prompt_and_reads_what_was_cached_before(cas
     plan, state = empty(case.spec)
     capacity, tokens = plan.regions.capacity, sequences()
     zero, lengths = np.zeros(8, np.int32), boundary_lengths(plan)
-    first, before, _ = prefill(plan, (), state, tokens.window(zero, lengths, capacity), ())
+    first, before, _ = prefill(plan, parameters_of(plan), state, tokens.window(zero, lengths, capacity), ())
     k, v = jnp.asarray(tokens.k_rot), jnp.asarray(tokens.v)
     inputs = tokens.window(zero, np.full(8, capacity, np.int32), capacity)
     causal = np.tril(np.ones((capacity, capacity), bool))
@@ -108,8 +113,8 @@ def test_prefill_is_exact_inside_the_prompt_and_reads_what_was_cached_before(cas
     # a second prompt part after a full body: the last token's output is that of the reference, its own part exact
     start, stop = np.full(8, capacity - 20, np.int32), np.full(8, capacity, np.int32)
     _, before = run(plan, state, tokens, start, start)
-    out, _, _ = prefill(plan, (), before, tokens.window(start, stop, capacity), ())
-    k_hat, v_hat = (np.array(a) for a in decode_vectors(plan, (), before, jnp.asarray(start), tokens.rope))
+    out, _, _ = prefill(plan, parameters_of(plan), before, tokens.window(start, stop, capacity), ())
+    k_hat, v_hat = (np.array(a) for a in decode_vectors(plan, parameters_of(plan), before, jnp.asarray(start), tokens.rope))
     k_hat[:, :, capacity - 20 :], v_hat[:, :, capacity - 20 :] = tokens.k_rot[:, :, capacity - 20 :], tokens.v[:, :, capacity - 20 :]
     q = np.asarray(tokens.q)[:, :, -1].reshape(8, 2, 2, 32)
     s = np.einsum("bkgh,bksh->bkgs", q, k_hat) / np.sqrt(32)
@@ -144,7 +149,7 @@ def test_decode_equals_the_reference_for_every_head_shape(name: str, kv_heads: i
     out = None
     for start in range(0, plan.regions.capacity, 45):  # no prefill to compile: the cache is filled by steps
         at = np.minimum(start, lengths).astype(np.int32)
-        out_now, state, _ = decode(plan, (), state, tokens.window(at, lengths, 45), ())
+        out_now, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, lengths, 45), ())
         out = np.asarray(out_now, np.float32) if out is None else np.where(lengths[:, None, None, None] > start, out_now, out)
     last = np.stack([out[b][:, (lengths[b] - 1) % 45] for b in range(2)])[:, :, None]
     want = expected(plan, state, lengths, tokens.window(lengths - 1, lengths, 1))

@@ -15,7 +15,7 @@ from kvq_jax.attention import streaming
 from kvq_jax.layer import decode_layer
 from kvq_jax.plan import LayerState
 from tests.kvq_jax.cache_runs import LENGTHS, filled
-from tests.kvq_jax.layer_runs import decode, empty, quick_jit, row_errors, run, sequences
+from tests.kvq_jax.layer_runs import decode, empty, parameters_of, quick_jit, row_errors, run, sequences
 from tests.methods_table import MethodCase, cases
 
 
@@ -38,11 +38,11 @@ def test_a_donated_scan_carry_equals_single_steps(case: MethodCase):
     inputs = stacked(start, 6)
     one, outputs = state, []
     for i in range(6):
-        out, one, _ = decode(plan, (), one, jax.tree.map(lambda a, i=i: a[i], inputs), ())
+        out, one, _ = decode(plan, parameters_of(plan), one, jax.tree.map(lambda a, i=i: a[i], inputs), ())
         outputs.append(out)
 
     def steps(state, inputs):
-        return lax.scan(lambda s, i: decode_layer(plan, (), s, i, ())[1::-1], state, inputs)
+        return lax.scan(lambda s, i: decode_layer(plan, parameters_of(plan), s, i, ())[1::-1], state, inputs)
 
     given = jax.tree.map(jnp.copy, state)
     after, scanned = quick_jit(steps, donate_argnums=0)(given, inputs)
@@ -58,8 +58,8 @@ def test_eager_equals_jit(case: MethodCase):
     start = np.array([0, 1, 12, 23, 27, 28, 60, 89], np.int32)  # some rows age a block at this step
     _, state = run(plan, state, sequences(), start, start)
     inputs = sequences(seed=4).window(start, start + 1, 1)
-    out, after, _ = decode(plan, (), state, inputs, ())
-    eager_out, eager_after, _ = decode_layer(plan, (), state, inputs, ())
+    out, after, _ = decode(plan, parameters_of(plan), state, inputs, ())
+    eager_out, eager_after, _ = decode_layer(plan, parameters_of(plan), state, inputs, ())
     assert_same_state(eager_after, after)
     assert row_errors(np.asarray(eager_out), np.asarray(out)).max() <= 1e-5
 
@@ -72,7 +72,7 @@ def test_vmap_over_caches_equals_each_cache():
         tokens = sequences(2, seed=seed)
         states.append(run(plan, state, tokens, start, start)[1])
         inputs.append(tokens.window(start, start + 1, 1))
-    single = [decode(plan, (), s, i, ()) for s, i in zip(states, inputs, strict=True)]
+    single = [decode(plan, parameters_of(plan), s, i, ()) for s, i in zip(states, inputs, strict=True)]
     stack = functools.partial(jax.tree.map, lambda *a: jnp.stack(a))
     out, after, _ = quick_jit(jax.vmap(functools.partial(decode_layer, plan, ()), in_axes=(0, 0, None)))(stack(*states), stack(*inputs), ())
     for i, (one_out, one_after, _) in enumerate(single):

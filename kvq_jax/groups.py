@@ -1,0 +1,54 @@
+"""Groups of neighbouring channels of one token: inside a head, or whole heads side by side.
+
+A group of g channels of the layer's KV width (heads side by side) is g channels of one head where g <= H, and `heads` whole heads where it
+is more; its statistics are [B, K / heads, H / channels, S].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelGroup:
+    """heads x channels neighbouring entries of one token; channels == H wherever heads > 1."""
+
+    heads: int
+    channels: int
+
+    AXES = (2, 5)  # of `cut`'s result, those of one group
+
+    def cut(self, rows: Array) -> Array:
+        """[B, K, T, H] -> [B, K / heads, heads, T, H / channels, channels]."""
+        b, k, t, h = rows.shape
+        return rows.reshape(b, k // self.heads, self.heads, t, h // self.channels, self.channels)
+
+    def stored(self, statistic: Array) -> Array:
+        """A statistic that was reduced over AXES, kept as axes of size 1, as it is stored: [B, K / heads, H / channels, T]."""
+        return jnp.swapaxes(jnp.squeeze(statistic, self.AXES), 2, 3)
+
+    def spread(self, statistic: Float[Array, "B groups rest S"]) -> Float[Array, "B K S H"]:
+        """A stored statistic in fp32, repeated to one entry for each element."""
+        per_channel = jnp.repeat(jnp.swapaxes(statistic.astype(jnp.float32), 2, 3), self.channels, axis=3)
+        return jnp.repeat(per_channel, self.heads, axis=1) if self.heads > 1 else per_channel
+
+    def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
+        """Of a stored statistic. A part of the heads, fewer than a group, counts as one group."""
+        return batch, max(heads // self.heads, 1), head_dim // self.channels, tokens
+
+
+def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:
+    """The group of `requested` channels of a KV width of heads * head_dim; 0 is the whole width. ValueError lists the sizes."""
+    size = requested or heads * head_dim
+    if head_dim % size == 0:
+        return ChannelGroup(1, size)
+    if size % head_dim == 0 and heads % (size // head_dim) == 0:
+        return ChannelGroup(size // head_dim, head_dim)
+    inside = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
+    across = [n * head_dim for n in range(2, heads + 1) if heads % n == 0]
+    raise ValueError(
+        f"group_size={requested} does not divide a KV width of {heads} heads of {head_dim}; sizes: {', '.join(map(str, inside + across))}"
+    )

@@ -1,0 +1,159 @@
+"""KVQuant's codec: where ranges, thresholds and levels come from. What is stored: nonuniform.py and outliers.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kvq_jax import nonuniform
+from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.codec import Codec, Side, rotate_keys, side_rows
+from kvq_jax.groups import ChannelGroup
+from kvq_jax.levels import normal_float_levels, uniform_levels
+from kvq_jax.methods.kvquant import fit
+from kvq_jax.nonuniform import LevelFormat, Nonuniform
+from kvq_jax.rope import Rope
+from kvq_jax.uniform import finite_range, saturation_limit
+
+Datatype = Literal["nuq", "nf", "int"]
+Weighting = Literal["fisher_scale", "fisher", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KVQuantCodec(Codec):
+    """x^ = values[code] * scale + zero, outliers exact.
+
+    `format.group` is None where ranges belong to channels (calibrated, and known before a token comes), the whole KV width where they
+    belong to tokens. Parameters, by name:
+
+        levels [2^bits]       what codes are chosen by (datatype nuq)
+        qnorm [2]             values = qnorm[0] * levels + qnorm[1], if `qnorm` asks for it
+        scale, zero [K, H]    half the range of a channel, and its middle (ranges of channels)
+        lower, upper          what lies outside is an outlier: [K, H] (ranges of channels), [] (of tokens, thresholds of the whole layer)
+    """
+
+    side: Side
+    format: LevelFormat
+    datatype: Datatype
+    weighting: Weighting
+    outliers: float
+    per_matrix: bool
+    qnorm: bool
+    pre_rope: bool
+
+    @property
+    def per_channel(self) -> bool:
+        return self.format.group is None
+
+    def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.datatype == "nuq":
+            shapes |= {"levels": (2**self.format.bits,), "qnorm": (2,)}
+        if self.per_channel:
+            shapes |= dict.fromkeys(("scale", "zero", "lower", "upper"), (heads, self.format.channels))
+        elif self.per_matrix and self.format.slots:
+            shapes |= {"lower": (), "upper": ()}
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def calibration_key(self) -> str:
+        ranges = "channel" if self.per_channel else "token"
+        thresholds = "matrix" if self.per_matrix else "vector"
+        options = [f"bits={self.format.bits}", f"outliers={self.outliers:g}", f"datatype={self.datatype}", f"ranges={ranges}"]
+        options += [f"weighting={self.weighting}", f"thresholds={thresholds}"]
+        return ",".join(options + ([f"pre_rope={str(self.pre_rope).lower()}"] if self.side == "k" else []))
+
+    def calibrate(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        found = fit.parameters(
+            rows,
+            gradients,
+            levels=2**self.format.bits if self.datatype == "nuq" else None,
+            per_channel=self.per_channel,
+            per_matrix=self.per_matrix,
+            outliers=self.outliers,
+            slots=self.format.slots,
+            weighting=self.weighting,
+        )
+        return {name: found[name] for name in self.parameters(rows.shape[1])}
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return side_rows(inputs, self.side, self.pre_rope)
+
+    def body(self, batch: int, heads: int, tokens: int) -> Nonuniform:
+        return nonuniform.leaves(self.format, batch, heads, tokens)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Nonuniform:
+        rows = rows.astype(jnp.float32)
+        clean, scale, zero, exact = self._by_channel(params, rows) if self.per_channel else self._by_token(params, rows)
+        return nonuniform.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
+
+    def decode(self, params: Tree, stats: Tree, body: Nonuniform) -> RowsBKTH:
+        if not self.per_channel:
+            return nonuniform.dequantize(body, self._values(params))
+        scale, zero = (self._channels(params, name) for name in ("scale", "zero"))
+        return nonuniform.dequantize(body, self._values(params), scale, zero)
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        return rotate_keys(rows, positions, rope) if self.pre_rope else rows
+
+    def _by_channel(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
+        """(finite rows, scale, zero, which entries are outliers) for ranges of channels."""
+        scale, zero, lower, upper = (self._channels(params, name) for name in ("scale", "zero", "lower", "upper"))
+        low, high = zero - scale, zero + scale
+        clean = jnp.where(jnp.isfinite(rows), rows, jnp.where(jnp.isnan(rows), jnp.clip(0, low, high), jnp.where(rows > 0, high, low)))
+        return clean, scale, zero, (clean < lower) | (clean > upper)
+
+    def _by_token(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"] | None]:
+        """The same for ranges of tokens: the smallest and the largest entry that is no outlier."""
+        group, slots, dtype = self.format.group, self.format.slots, self.format.scale_dtype
+        assert group is not None, "ranges of tokens have a group"
+        cut, low, high = finite_range(group.cut(rows), ChannelGroup.AXES, saturation_limit(dtype))
+        clean, exact = cut.reshape(rows.shape), None
+        if slots:
+            if self.per_matrix:
+                bounds = tuple(self._parameter(params, name).reshape(1, 1, 1, 1) for name in ("lower", "upper"))
+            else:
+                bounds = _innermost(clean, slots // 2)
+            exact = (clean < bounds[0]) | (clean > bounds[1])
+            kept_low, kept_high = (jnp.where(exact, limit, clean) for limit in (jnp.inf, -jnp.inf))
+            low = jnp.min(group.cut(kept_low), ChannelGroup.AXES, keepdims=True)
+            high = jnp.max(group.cut(kept_high), ChannelGroup.AXES, keepdims=True)
+            low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
+        scale, zero = nonuniform.half_range(group.stored(low), group.stored(high), dtype)
+        return clean, scale, zero, exact
+
+    def _levels(self, params: Tree) -> Float[Array, " entries"]:
+        if self.datatype == "nuq":
+            return self._parameter(params, "levels")
+        fixed = normal_float_levels if self.datatype == "nf" else uniform_levels
+        return jnp.asarray(fixed(self.format.bits), jnp.float32)
+
+    def _values(self, params: Tree) -> Float[Array, " entries"]:
+        levels = self._levels(params)
+        if not self.qnorm:
+            return levels
+        stretch, shift = self._parameter(params, "qnorm")
+        return levels * stretch + shift
+
+    def _channels(self, params: Tree, name: str) -> Float[Array, "1 K 1 H"]:
+        return self._parameter(params, name)[None, :, None]
+
+    def _parameter(self, params: Tree, name: str) -> Array:
+        if not params:
+            raise ValueError(f"kvquant needs calibrated {name} of {self.side}: prepare(llama, spec, calibration) attaches them")
+        return params[name]
+
+
+def _innermost(rows: RowsBKTH, beyond: int) -> tuple[Array, Array]:
+    """(low, high) [B, 1, T, 1]: the entries of each token's KV width beyond which lie `beyond` smaller, and as many larger, ones."""
+    batch, _, tokens, _ = rows.shape
+    flat = jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)
+    high, low = (sign * lax.top_k(sign * flat, beyond + 1)[0][..., -1] for sign in (1, -1))
+    return low[:, None, :, None], high[:, None, :, None]

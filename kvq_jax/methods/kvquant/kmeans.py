@@ -1,0 +1,86 @@
+"""Weighted k-means of numbers: an exact solution on a coarse histogram, then Lloyd's iterations on a fine one.
+
+    minimize sum_i w_i min_j (y_i - level_j)^2
+
+In one dimension the optimum cuts the sorted numbers into runs, and dynamic programming finds it (Wang and Song, Ckmeans.1d.dp). Without
+randomness, so the same data gives the same levels; the histogram keeps sums, so levels are means of the numbers and not of bins.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from jaxtyping import Float, Int
+
+FINE_BINS = 1 << 16
+COARSE_BINS = 1 << 10
+ITERATIONS = 1000
+
+
+def nearest(y: Float[np.ndarray, " n"], levels: Float[np.ndarray, " entries"]) -> Int[np.ndarray, " n"]:
+    """The index of the nearest of sorted levels; of the lower one on a tie."""
+    return np.searchsorted((levels[1:] + levels[:-1]) / 2, y, side="left")
+
+
+def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | None, entries: int) -> Float[np.ndarray, " entries"]:
+    """Sorted levels of numbers in [-1, 1]. Fewer different numbers than entries leave some levels equal. ValueError without any number."""
+    if not y.size:
+        raise ValueError("no element is left to find levels for")
+    mass, first, second = _histogram(y, weights)
+    levels = _optimal(*_coarse(mass, first, second), entries)
+    position = np.divide(first, mass, out=np.zeros_like(first), where=mass > 0)
+    used = mass > 0
+    mass, first, position = mass[used], first[used], position[used]
+    for _ in range(ITERATIONS):
+        code = nearest(position, levels)
+        total = np.bincount(code, mass, entries)
+        moved = np.sort(np.divide(np.bincount(code, first, entries), total, out=levels.copy(), where=total > 0))
+        if np.array_equal(moved, levels):
+            break
+        levels = moved
+    return levels
+
+
+def distortion(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | None, levels: Float[np.ndarray, " entries"]) -> float:
+    """sum_i w_i (y_i - nearest level)^2."""
+    error = np.square(y.astype(np.float64) - levels[nearest(y, levels)])
+    return float(error.sum() if weights is None else (weights * error).sum())
+
+
+def _histogram(y: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sum w, sum w y, sum w y^2) of FINE_BINS equal bins over [-1, 1]."""
+    index = np.clip(((y.astype(np.float64) + 1) * (FINE_BINS / 2)).astype(np.int64), 0, FINE_BINS - 1)
+    one = np.ones(1) if weights is None else weights.astype(np.float64)
+    return tuple(np.bincount(index, np.broadcast_to(one * y.astype(np.float64) ** power, y.shape), FINE_BINS) for power in range(3))  # type: ignore[return-value]
+
+
+def _coarse(*sums: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The sums of at most COARSE_BINS runs of bins: half of their borders equally spaced, half at equal shares of the mass."""
+    share = np.cumsum(sums[0]) / sums[0].sum()
+    even = np.linspace(0, 1, FINE_BINS)
+    steps = np.floor((share + even) / 2 * COARSE_BINS).astype(np.int64)
+    starts = np.flatnonzero(np.diff(steps, prepend=-1))
+    return tuple(np.add.reduceat(s, starts) for s in sums)
+
+
+def _optimal(mass: np.ndarray, first: np.ndarray, second: np.ndarray, entries: int) -> np.ndarray:
+    """The means of the best cut of weighted runs into `entries` runs."""
+    used = mass > 0
+    mass, first, second = (np.concatenate([[0.0], np.cumsum(s[used])]) for s in (mass, first, second))
+    size = len(mass) - 1
+    weight, moment = mass[None] - mass[:, None], first[None] - first[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cost = second[None] - second[:, None] - np.square(moment) / weight
+    cost = np.where(weight > 0, np.maximum(cost, 0), np.inf)  # cost[i, j]: bins i .. j - 1 as one run
+    best, cuts = cost[0], []
+    for _ in range(1, min(entries, size)):
+        through = best[:, None] + cost
+        cuts.append(np.argmin(through, axis=0))
+        best = np.take_along_axis(through, cuts[-1][None], axis=0)[0]
+    ends = [size]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    ends = [0, *reversed(ends)]
+    means = [moment[a, b] / weight[a, b] for a, b in itertools.pairwise(ends)]
+    return np.asarray(means + [means[-1]] * (entries - len(means)))

@@ -1,0 +1,67 @@
+"""KVQuant's options. Equations and deviations: README.md beside this file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.codec import Codec, Side
+from kvq_jax.groups import channel_group
+from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.methods.kvquant.codec import Datatype, KVQuantCodec, Weighting
+from kvq_jax.nonuniform import LevelFormat
+from kvq_jax.outliers import slots_per_side
+
+BITS = (2, 3, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVQuant(Method):
+    """Keys before RoPE with calibrated ranges of channels, values with ranges of tokens, calibrated levels, exact outliers. Hooper et al.,
+    KVQuant, section 3."""
+
+    name: ClassVar[str] = "kvquant"
+    summary: ClassVar[str] = "calibrated levels; keys per channel before RoPE, values per token; outliers exact (needs kvq calibrate)"
+    source: ClassVar[str] = "KVQuant (Hooper et al. 2024), arXiv:2401.18079"
+
+    bits: int | PerLayer = option(4, "bits of keys and values", choices=BITS, per_layer=True)
+    k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
+    outliers: float = option(0.01, "fraction of each token's KV width that is kept exact, rounded up to whole values on both sides")
+    datatype: Datatype = option("nuq", "levels: calibrated, NormalFloat or equally spaced", choices=("nuq", "nf", "int"))
+    weighting: Weighting = option(
+        "fisher_scale",
+        "of an element in the calibration of levels: Fisher x scale^2 (Appendix E), Fisher, or none",
+        choices=("fisher_scale", "fisher", "none"),
+    )
+    qnorm: bool = option(False, "shift and stretch the levels so that mean and deviation survive (needs datatype=nuq)")
+    pre_rope: bool = option(True, "cache keys before RoPE")
+    k_axis: Literal["channel", "token"] = option("channel", "what shares a range among keys", choices=("channel", "token"))
+    v_axis: Literal["channel", "token"] = option("token", "what shares a range among values", choices=("channel", "token"))
+    thresholds: Literal["vector", "matrix"] = option(
+        "vector", "outliers are found in each channel or token, or in the whole layer", choices=("vector", "matrix")
+    )
+    scale_dtype: str = option("float16", "dtype of the scales and zeros of tokens", choices=("float16", "float32"))
+
+    def windows(self) -> Windows:
+        return Windows(sink=1, recent=0, block=32)
+
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        if self.qnorm and self.datatype != "nuq":
+            raise ValueError(f"qnorm=true needs datatype=nuq, not {self.datatype}")
+        heads, head_dim = dims.num_key_value_heads, dims.head_dim
+        bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer) or at_layer(self.bits, layer)
+        axis = self.k_axis if side == "k" else self.v_axis
+        group = channel_group(0, heads, head_dim) if axis == "token" else None
+        slots = 2 * slots_per_side(self.outliers, heads * head_dim)
+        return KVQuantCodec(
+            side=side,
+            format=LevelFormat(bits, head_dim, block, group, slots, axis == "channel" or self.thresholds == "matrix", self.scale_dtype),
+            datatype=self.datatype,
+            weighting=self.weighting,
+            outliers=self.outliers,
+            per_matrix=self.thresholds == "matrix",
+            qnorm=self.qnorm,
+            pre_rope=self.pre_rope and side == "k",
+        )
