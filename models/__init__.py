@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from models.calibration.file import Calibration, load_calibration, save_calibration
+    from models.calibration.fit import calibrate
     from models.checkpoint import load_llama, save_llama
     from models.config import LlamaConfig
     from models.decoding import decode_step, prefill, right_padded, score
@@ -21,36 +23,44 @@ if TYPE_CHECKING:
 EMBEDDED = Path(__file__).parent / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
 
 _MODULES = {
+    "Calibration": "calibration.file",
     "Generated": "generation",
     "Llama": "llama",
     "LlamaConfig": "config",
     "Sampling": "sampling",
+    "calibrate": "calibration.fit",
     "decode_step": "decoding",
     "forward": "llama",
     "generate": "generation",
     "generate_stream": "generation",
+    "load_calibration": "calibration.file",
     "load_llama": "checkpoint",
     "prefill": "decoding",
     "prepare": "preparation",
     "right_padded": "decoding",
+    "save_calibration": "calibration.file",
     "save_llama": "checkpoint",
     "score": "decoding",
 }
 
 __all__ = [
     "EMBEDDED",
+    "Calibration",
     "Generated",
     "Llama",
     "LlamaConfig",
     "Sampling",
+    "calibrate",
     "decode_step",
     "forward",
     "generate",
     "generate_stream",
+    "load_calibration",
     "load_llama",
     "prefill",
     "prepare",
     "right_padded",
+    "save_calibration",
     "save_llama",
     "score",
 ]

@@ -84,16 +84,16 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
     fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}  # the key that old and new versions read
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {w.name: np.asarray(w.leaf.T if w.transpose else w.leaf) for w in conversion.weights(llama).values()}
-    with _replacing(directory / "model.safetensors") as temporary:
+    with replacing(directory / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-    with _replacing(directory / "config.json") as temporary:
+    with replacing(directory / "config.json") as temporary:
         temporary.write_text(json.dumps(fields, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to, moved over it at the end."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
