@@ -8,13 +8,16 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 PIPED_WIDTH = 160  # columns where stdout is no terminal
+
+T = TypeVar("T")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -105,3 +108,11 @@ def progress(message: str) -> Iterator[None]:
     else:
         console.print(Text(f"kvq: {message} ..."), soft_wrap=True)
         yield
+
+
+def bar(items: Sequence[T], message: str) -> Iterator[T]:
+    """The items of a long loop, with a bar on stderr in a terminal and a line elsewhere; neither where there are none."""
+    shown = sys.stderr.isatty()
+    if items and not shown:
+        print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)
+    yield from tqdm(items, desc=f"kvq: {message}", leave=False, disable=not items or not shown)

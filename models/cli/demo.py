@@ -53,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=inputs.EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)")
     parser.add_argument("--cache", metavar="SPEC", type=inputs.named_cache, action="append", help="a cache; may be given several times")
+    inputs.add_calibration(parser, several=True)
     parser.add_argument(
         "--context",
         metavar="S",
@@ -79,13 +80,14 @@ def run(options: argparse.Namespace) -> None:
     caches = options.cache or [inputs.named_cache(text) for text in CACHES]
     text = _passage() if options.text is None else inputs.read_text(options.text)
     config = inputs.read_config(options.model, *(spec for _, spec in caches))
+    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
     tokenizer = inputs.load_tokenizer(options.model)
     if tokenizer is None:
         raise UserError(f"{options.model!r} has no tokenizer, which the demo needs to read its text")
     task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype="float32")
-        models = [prepare(llama, spec) for _, spec in caches]
+        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):
         rows = [Row(name, spec, model, task) for (name, spec), model in zip(caches, models, strict=True)]

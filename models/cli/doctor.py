@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from kvq_jax.group_codec import GroupCodec
 from kvq_jax.methods.dense import Dense
 from kvq_jax.plan import LayerPlan
 from models import checkpoint
+from models.calibration.needs import fingerprint_of, needs
 from models.cli import inputs
 from models.cli.console import input_errors, print_json, print_table
 from models.config import LlamaConfig
+from models.preparation import check_calibration, how_to_calibrate
 
 LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
@@ -28,8 +31,9 @@ BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 DESCRIPTION = """\
 Tells layer by layer what a cache will apply to a model and what it will leave exact, and why: resolved bits and groups,
 packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim, QK-norm, RoPE,
-sliding window and the key projection's bias, and warns of what is known to go wrong. Of the weights, it reads only
-k_proj biases, and only from a local directory."""
+sliding window and the key projection's bias, and warns of what is known to go wrong. Says whether the cache needs a
+calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
+a calibration, what tells models apart (norms and two projections), and only from a local directory."""
 
 EPILOG = f"""\
 example:
@@ -42,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    inputs.add_calibration(parser)
     parser.add_argument(
         "--context", metavar="S", type=inputs.positive, help="capacity in tokens (default: the model's max_position_embeddings)"
     )
@@ -52,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
     context = options.context or config.max_position_embeddings
     cache = kvq.layout(options.cache, config, 1, context)
     biases = key_biases(inputs.locate(options.model), config)
+    calibration, missing = calibration_state(inputs.locate(options.model), config, cache.spec, options.calibration)
     heads = config.num_attention_heads
     layers = [describe_layer(index, plan, cache.spec, heads) | _bias_facts(biases, index) for index, plan in enumerate(cache.plans)]
     result = {
@@ -64,9 +70,9 @@ def run(options: argparse.Namespace) -> None:
             "block": cache.spec.block,
             "body": cache.spec.regions(context).body_capacity,
         },
-        "facts": facts(config, cache.spec, inputs.raw_config(options.model), biases),
+        "facts": facts(config, cache.spec, inputs.raw_config(options.model), biases) | {"calibration": calibration},
         "layers": layers,
-        "warnings": warnings(config, cache, biases),
+        "warnings": warnings(config, cache, biases) + missing,
     }
     print_json(result) if options.json else _print(result)
 
@@ -153,15 +159,23 @@ def _sliding_window(hf: dict[str, Any]) -> str:
 
 def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
     """k_proj's bias of every layer, [K * H] fp32, read without any other tensor; None where there is none or no local weights."""
-    if not config.qkv_bias or not Path(model).is_dir() or not any(Path(model).glob("*.safetensors")):
+    stored = _stored_weights(model) if config.qkv_bias else None
+    if stored is None:
         return None
     names = [BIAS_NAME.format(layer) for layer in range(config.num_hidden_layers)]
     with input_errors():
-        stored = checkpoint.read_headers(checkpoint.weight_files(Path(model)))
         missing = [name for name in names if name not in stored]
         if missing:
             raise ValueError(f"the files lack tensor {missing[0]!r}, which the model of config.json needs")
         return [checkpoint.read_tensor(stored, name).astype(np.float32) for name in names]
+
+
+def _stored_weights(model: str) -> Mapping[str, Any] | None:
+    """What the weight files of a local directory hold, by their headers; None where there are none."""
+    if not Path(model).is_dir() or not any(Path(model).glob("*.safetensors")):
+        return None
+    with input_errors():
+        return checkpoint.read_headers(checkpoint.weight_files(Path(model)))
 
 
 def _bias_facts(biases: list[np.ndarray] | None, layer: int) -> dict[str, Any]:
@@ -180,6 +194,29 @@ def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
         return "yes; not read: the weights are not in a local directory"
     worst = int(np.argmax([np.abs(b).max() for b in biases]))
     return f"yes; largest {np.abs(biases[worst]).max():.3g} in layer {worst}"
+
+
+# --- calibration --------------------------------------------------------------------------------------------------------------------------
+
+
+def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file: str | None) -> tuple[str, list[str]]:
+    """(what the cache needs and has, in words; warnings). UserError where the file is not for this cache and model."""
+    needed = needs(spec, config)
+    if not needed and file is None:
+        return "not needed", []
+    if file is None:
+        keys, values = (sum(need.side == side for need in needed.values()) for side in ("k", "v"))
+        return f"needed for the keys of {keys} layers and the values of {values}", [
+            f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}"
+        ]
+    stored = _stored_weights(model)
+    with input_errors():
+        own = None if stored is None else fingerprint_of(config, lambda name: checkpoint.read_tensor(stored, name))
+        found = check_calibration(spec, config, file, own)
+    assert found is not None, "a file is refused where none is needed"
+    compared = "fits this cache and model" if own else "fits this cache; the weights are not in a local directory and were not compared"
+    origin = found.origin
+    return f"{compared}: {origin.samples} samples of {origin.length} tokens of {origin.text}, seed {origin.seed}, {origin.dtype}", []
 
 
 # --- warnings -----------------------------------------------------------------------------------------------------------------------------

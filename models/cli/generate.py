@@ -46,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue")
     prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
     parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    inputs.add_calibration(parser)
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=inputs.positive, default=128, help="stop after N tokens (default: %(default)s)"
     )
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     request = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
-        llama = prepare(llama, options.cache)
+        llama = prepare(llama, options.cache, options.calibration)
         cache = kvq.init_cache(options.cache, llama.config, 1, request.capacity, options.dtype)
     with progress("compiling"):
         generation = TimedGeneration(
@@ -103,7 +104,8 @@ def run(options: argparse.Namespace) -> None:
     continuation = Continuation(request.tokenizer, request.prompt)
     streams = options.stream and not options.json
     ids, cache = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
-    done = _report(generation, cache, request, ids, decoding.implementations(cache, options.implementation))
+    implementations = decoding.implementations(cache, options.implementation)
+    done = _report(generation, cache, request, ids, implementations) | {"calibration": options.calibration}
     if options.json:
         print_json(done | {"text": None if request.tokenizer is None else continuation.text(ids), "tokens": ids})
         return
@@ -122,6 +124,7 @@ def _checked(options: argparse.Namespace) -> Request:
     if options.chat and text is None:
         raise UserError("--chat needs --prompt or --prompt-file: a chat template is filled with text")
     config = inputs.read_config(options.model, options.cache)
+    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
     tokenizer = inputs.load_tokenizer(options.model)
     if text is not None and tokenizer is None:
         raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvq_jax as kvq
 from models import checkpoint
+from models.calibration.needs import needs
 from models.cli.console import UserError, input_errors
 from models.config import LlamaConfig
+from models.preparation import check_calibration
 
 EMBEDDED = "embedded"
 DTYPES = ("float32", "bfloat16")
@@ -31,6 +34,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+
+
+def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """--calibration; with `several`, for commands that take several caches."""
+    text = "what kvq calibrate wrote, for a cache that needs it" + ("; may be given several times" if several else "")
+    parser.add_argument("--calibration", metavar="F", action="append" if several else "store", help=text)
 
 
 def cache_spec(text: str) -> kvq.CacheSpec:
@@ -95,6 +104,29 @@ def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
         for spec in specs:
             kvq.layout(spec, config, 1, 1)
     return config
+
+
+def calibrations(config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]) -> list[str | None]:
+    """The file that each cache is to be prepared with, None for caches that need none, after everything was compared but the weights."""
+    with input_errors():
+        chosen = [_calibration(spec, config, files) if needs(spec, config) else None for spec in specs]
+    unused = [file for file in files if file not in chosen]
+    if unused:
+        raise UserError(f"calibration {unused[0]!r} is not needed for {' or '.join(repr(str(spec)) for spec in specs)}")
+    return chosen
+
+
+def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str]) -> str:
+    """The first file that is a calibration for this cache."""
+    errors = []
+    for file in files or (None,):
+        try:
+            check_calibration(spec, config, file)
+        except (ValueError, OSError) as error:
+            errors.append(str(error))
+        else:
+            return str(file)
+    raise ValueError("; ".join(errors))
 
 
 def raw_config(model: str) -> dict[str, Any]:

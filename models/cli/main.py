@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
     "generate": "continue a prompt through a cache",
     "memory": "exact bytes of a cache, from config.json alone",
+    "calibrate": "make the parameters that a cache needs, from a model and a text",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
 }
