@@ -73,12 +73,14 @@ def launch(
 
 def whole_array_but(axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int]) -> pl.BlockSpec:
     """The block that fixes the first `axes` axes of an array at those program ids (grid_axes[i] for axis i) and holds the rest whole.
+    An axis of length 1 is shared: all programs see its one entry.
 
     Nothing is copied: a Triton block is a pointer, and a kernel loads what it indexes.
     """
     rest = array.ndim - axes
 
     def index(*ids: Any) -> tuple[Any, ...]:
-        return (*(ids[axis] for axis in grid_axes), *[0] * rest)
+        fixed = zip(grid_axes, array.shape, strict=False)
+        return (*(ids[axis] if size > 1 else 0 for axis, size in fixed), *[0] * rest)
 
     return pl.BlockSpec((*[None] * axes, *array.shape[axes:]), index)

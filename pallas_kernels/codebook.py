@@ -1,45 +1,39 @@
-"""Codes that stand for the entries of a table: non-uniform codebooks.
-
-    instructions per element                    jnp            asm
-    2 / 3 / 4 bits, one table                   7 / 13 / 23    3.5 / 4.5 / 6.5    (+ 0.5 for scaled values)
-    2 / 3 / 4 bits, a table for each channel    7 / 13 / 23    3.5 / 6.5 / 11.5
-
-Counted from the formulation for one channel of one token, without loads and dots. Tables of 16 entries for each channel do not fit the
-registers: they compile to two to four times these numbers (docs/kernels.md).
-"""
+"""Codes that stand for the entries of a table: KVQuant's non-uniform formats and NormalFloat."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.lookup import Words, byte_planes, chosen, code_bits, permuted
-from pallas_kernels.parts import add_up, by_slots, dot, query_planes, token_statistic
-from pallas_kernels.planes import Planes, multiply_add
+from pallas_kernels.lookup import Words
+from pallas_kernels.parts import LOG2E, add_up, by_slots, dot, query_planes, token_statistic
+from pallas_kernels.planes import Planes, half_multiply_add, multiply_add
 from pallas_kernels.sides import Rows, Side
+from pallas_kernels.table import Looked, Table, byte_planes, in_registers
 from pallas_kernels.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Codebook(Side):
-    """value = table[code] * scale + zero, scale and zero of a token and a group of channels (or no scale and zero at all).
+    """value = scale * table[code] + zero.
 
-    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table, [entries], or [entries, H] where `per_channel`,
-    shared by all heads or with a leading axis [K]; scale and zero [B, K, H / group, S] unless `group` is None. 2^bits entries; they become
-    fp16, so do the products with a scale. 16-bit statistics may come as uint16 that holds their bits.
+    Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits], of 2, 3 or 4 bits; scale and zero:
 
-    A scale and an offset of a *channel* that no token changes need no table per channel, and no work here: multiply q by the scale before,
-    or the weighted values after, and add q . offset to m, or l * offset to o (decode.Part).
+        affine "channels"   [K, H], of a channel, the same for all tokens and sequences
+        affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] where all heads share them; 16-bit floats perhaps as uint16 bits
+
+    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a channel's scale and zero go to the
+    query; a token's scale to its score, or to its weight; its zero adds to all channels of the group. Only values with scales of channels
+    are computed one by one.
     """
 
     planes: Planes
-    per_channel: bool = False
-    group: int | None = None
+    affine: Literal["channels", "tokens"]
+    group: int
     scale_dtype: str = "float16"
 
     @property
@@ -55,44 +49,43 @@ class Codebook(Side):
         return len(self.planes.sets)
 
     @property
-    def _permutes(self) -> bool:
-        """Whether assembly reads the table with `permuted`."""
-        return not self.per_channel and self.planes.bits > 2
-
-    @property
     def _groups(self) -> list[range]:
         """The chunks of each group of channels."""
-        per_group = (self.group or self.planes.channels) // self.planes.width
+        if self.affine == "channels":
+            return [range(self.planes.chunks)]
+        per_group = self.group // self.planes.width
         return [range(c, c + per_group) for c in range(0, self.planes.chunks, per_group)]
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, table, statistics = stored[: self._sets], stored[self._sets], stored[self._sets + 1 :]
-        own = (1 << self.planes.bits, *([self.planes.channels] if self.per_channel else []))
-        if table.shape[-len(own) :] != own or table.ndim > len(own) + 1 or len(statistics) != (0 if self.group is None else 2):
-            raise ValueError(f"{table.shape=} and {len(statistics)=}: the table is {own} or [K, *{own}], scale and zero come with a group")
-        lead = words[0].shape[:2]
-        table = table.astype(jnp.float16).reshape(*([1] * (2 + len(own) - table.ndim)), *table.shape)
-        table = jnp.broadcast_to(table, (*lead, *own))
-        return (*words, table, *by_slots(statistics, self.slots), *([byte_planes(table)] if self._permutes else []))
+        words, (table, *statistics) = stored[: self._sets], stored[self._sets :]
+        entries = 1 << self.planes.bits
+        if table.shape != (entries,) or len(statistics) != 2:
+            raise ValueError(f"{table.shape=} and {len(statistics)=}: a table of {entries} entries is needed, then a scale and a zero")
+        table = table.astype(jnp.float16)[None, None]
+        of_channels = self.affine == "channels"
+        statistics = [s.astype(jnp.float16)[None] for s in statistics] if of_channels else by_slots(statistics, self.slots)
+        return (*words, table, byte_planes(table), *statistics)
 
-    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        if self.affine == "channels":
+            scale, zero = (s.astype(jnp.float32)[None, :, None] for s in stored[self._sets + 1 :][:2])
+            offset = jnp.sum(q * zero, axis=-1) * (LOG2E * self.planes.channels**-0.5)
+            return query_planes(q * scale, self.planes.chunks), offset
         planes = query_planes(q, self.planes.chunks)
-        if self.group is None:
-            return (planes,)
         sums = jnp.sum(planes.astype(jnp.float32), axis=-1)  # [B, K, chunks, GP], of the rounded queries
         batch, heads, _, columns = sums.shape
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        words, found = Words.read(refs, self.planes, tile), []
+        looked, found = self._look_up(refs, tile, asm), []
         for slot in range(self.slots):
             total = None
             for group, chunks in enumerate(self._groups):
-                part = add_up(dot(self._entries(words, refs, slot, c, asm), query[0][c], (1, 1)) for c in chunks)
-                if self.group is None:
-                    total = part
+                part = add_up(dot(looked.plane(slot, c), query[0][c], (1, 1)) for c in chunks)
+                if self.affine == "channels":
+                    total = part + query[1][...][None, :]
                     continue
-                scale, zero = (s[:, None] for s in self._statistics(refs, group, slot, tile))
+                scale, zero = (s[:, None] for s in self._of_tokens(refs, group, slot, tile))
                 part = multiply_add(zero, query[1][group][None, :], part * scale, asm)
                 total = part if total is None else total + part
             assert total is not None
@@ -100,35 +93,41 @@ class Codebook(Side):
         return found
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
-        words, sums = Words.read(refs, self.planes, tile), list(sums)
+        looked, sums = self._look_up(refs, tile, asm), list(sums)
         for slot, w in enumerate(weights):
-            half = w.astype(jnp.float16)
             for group, chunks in enumerate(self._groups):
-                scale = zero = None
-                if self.group is not None:
-                    scale, zero = self._statistics(refs, group, slot, tile)
+                if self.affine == "channels":
+                    scaled, shift = w, jnp.zeros((), jnp.float32)
+                else:
+                    scale, zero = (s[:, None] for s in self._of_tokens(refs, group, slot, tile))
+                    scaled, shift = w * scale, jnp.sum(w * zero, axis=0)[None, :]  # adds the same to all channels of the group
+                half = scaled.astype(jnp.float16)
                 for c in chunks:
-                    values = self._entries(words, refs, slot, c, asm)
-                    if scale is not None:
-                        values = values * scale.astype(jnp.float16)[:, None]
-                    sums[c] = sums[c] + dot(values, half, (0, 0))
-                if zero is not None:  # adds the same to all channels of the group
-                    shift = jnp.sum(w * zero[:, None], axis=0)[None, :]
-                    for c in chunks:
-                        sums[c] = sums[c] + shift
+                    values = looked.plane(slot, c)
+                    if self.affine == "channels":
+                        values = self._affine(values, refs, slot, c, tile, asm)
+                    sums[c] = sums[c] + shift + dot(values, half, (0, 0))
         return sums
 
-    def _entries(self, words: Words, refs: Sequence[Any], slot: int, chunk: int, asm: bool) -> Float16[Array, "rows W"]:
-        table, width, bits = refs[self._sets], self.planes.width, code_bits(self.planes, slot, chunk)
-        count = 1 << self.planes.bits
-        if asm and self._permutes:
-            return permuted(words, bits, [refs[-1][i] for i in range(count // 2)])
-        if self.per_channel:
-            entries = [table[e, pl.ds(width * chunk, width)][None, :] for e in range(count)]
-        else:
-            entries = [table[e] for e in range(count)]
-        return chosen(words, bits, entries, asm)
+    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
+        looked = self._look_up(refs, tile, asm)
+        return lambda slot, chunk: self._affine(looked.plane(slot, chunk), refs, slot, chunk, tile, asm)
 
-    def _statistics(self, refs: Sequence[Any], group: int, slot: int, tile: Tile) -> tuple[Array, Array]:
-        scale, zero = (token_statistic(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 1 :][:2])
+    def _look_up(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Looked:
+        table, planes = refs[self._sets], refs[self._sets + 1]
+        entries = [table[i] for i in range(1 << self.planes.bits)] if not asm else []
+        words = [in_registers(planes[i]) for i in range(planes.shape[0])] if asm else []
+        return Looked.up(Words.read(refs, self.planes, tile), self.planes, Table(entries, words), asm)
+
+    def _affine(self, entries: Array, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Array:
+        if self.affine == "channels":
+            at = slice(self.planes.width * chunk, self.planes.width * (chunk + 1))
+            scale, zero = (s[at][None, :] for s in refs[self._sets + 2 :][:2])
+        else:
+            group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
+            scale, zero = (s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile))
+        return half_multiply_add(entries, *(jnp.broadcast_to(s, entries.shape) for s in (scale, zero)), asm)
+
+    def _of_tokens(self, refs: Sequence[Any], group: int, slot: int, tile: Tile) -> tuple[Array, Array]:
+        scale, zero = (token_statistic(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 2 :][:2])
         return scale.astype(jnp.float32), zero.astype(jnp.float32)

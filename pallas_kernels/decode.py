@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.planes import exp2
 from pallas_kernels.sides import Grouped, Side
-from pallas_kernels.tile import SPAN, Tile, change_slots
+from pallas_kernels.tile import Tile, change_slots
 
 NEG = -1e30  # stands for -inf: finite, so that a part without any token merges without nan
 LN2 = 0.6931471805599453
@@ -82,12 +82,7 @@ def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> 
         tile //= 2
     while tile > capacity:
         tile //= 2
-    return dataclasses.replace(TUNING, tile=max(tile, least_tile(k), least_tile(v)), stages=stages)
-
-
-def least_tile(side: Side) -> int:
-    """The smallest tile of whole spans and groups of tokens."""
-    return max(SPAN, side.group) if isinstance(side, Grouped) and side.axis == "tokens" else SPAN
+    return dataclasses.replace(TUNING, tile=max(tile, k.least_tile, v.least_tile), stages=stages)
 
 
 def _step(side: Side, channels: int) -> tuple[int, int]:
@@ -116,7 +111,7 @@ def decode_attention(
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, channels, columns, capacity)
-    inputs = (k.query(padded), k.arrays(k_stored), v.arrays(v_stored))
+    inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored))
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
     splits = tuning.splits(batch * heads, capacity)

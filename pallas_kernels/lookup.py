@@ -1,9 +1,9 @@
-"""Choosing entries of a table by the bits of packed codes, in registers: building blocks of codebook.py and polar.py.
+"""Choosing entries of a table by the bits of packed codes, in registers: building blocks of table.py and polar.py.
 
 A table in memory cannot be indexed with a tile of codes: a gather per element is what low-bit kernels must not do. Here an entry is chosen
 by the bits of its code, with a tree of selects: bit 0 halves the entries, bit 1 the rest, and so on, 2^bits - 1 selects in all. In assembly
-a bit becomes a mask of its 16-bit half (one shift, one `prmt`), and one `lop3` selects for two elements; a table of 8 or 16 entries that
-all channels share is read from registers by `prmt`, which looks up bytes.
+a bit becomes a mask of its 16-bit half (one shift, one `prmt`), and one `lop3` selects for two elements. Tables that all channels share are
+read faster in assembly (table.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float16, Int16, Int32
+from jaxtyping import Array, Float16, Int16
 
 from pallas_kernels.planes import Planes, half2, twice
 from pallas_kernels.tile import Tile
@@ -75,44 +73,6 @@ def chosen(words: Words, bits: Sequence[Bit], entries: Sequence[Entry], asm: boo
         choose = selector(words, bit, asm)
         entries = [choose(high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
     [found] = entries
-    return found
-
-
-def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
-    """A table of 8 or 16 entries as `permuted` wants it: the low bytes of all entries, four in a word, then the high bytes."""
-    bits = lax.bitcast_convert_type(table, jnp.uint16).astype(jnp.uint32)
-    planes = jnp.stack([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-2)  # [*lead, 2, entries]
-    shifts = jnp.broadcast_to(jnp.arange(0, 32, 8, dtype=jnp.uint32), (*planes.shape[:-1], planes.shape[-1] // 4, 4))
-    words = jnp.sum(planes.reshape(shifts.shape) << shifts, axis=-1, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32).reshape(*table.shape[:-1], -1)
-
-
-def permuted(words: Words, bits: Sequence[Bit], table: Sequence[Int32[Array, ""]]) -> Float16[Array, "rows W"]:
-    """entries[code] in assembly, for one table of all channels (`byte_planes`): a `prmt` reads four bytes of a table of eight.
-
-    Half the instructions of a tree for 16 entries, and the table takes 8 registers whatever the tile.
-    """
-    low, high = (2 + 2 * i for i in (0, len(table) // 2))  # a 32-bit operand is a pair of registers, here the same twice
-
-    def entries_of(half: int, into: str) -> str:
-        at_low, at_high = low + 4 * half, high + 4 * half
-        bytes_of = f"prmt.b32 l, ${at_low}, ${at_low + 2}, s; prmt.b32 h, ${at_high}, ${at_high + 2}, s;"
-        return f"{bytes_of} prmt.b32 {into}, l, h, 0x5140;"
-
-    # codes of both halves side by side as a selector, whose nibbles have no fourth bit
-    assembly = "shr.b32 s, $1, 12; lop3.b32 s, s, $1, 0x77, 0xa8;"
-    if len(bits) == 3:
-        assembly += entries_of(0, "$0")
-    else:
-        assembly += entries_of(0, "a") + entries_of(1, "b") + "shl.b32 m, $1, 12; prmt.b32 m, m, 0, 0xbb99; lop3.b32 $0, m, b, a, 0xca;"
-    codes = _gathered(words, bits, 0, 0, asm=True)
-    [found] = plt.elementwise_inline_asm(
-        f"{{ .reg .b32 s, l, h, a, b, m; {assembly} }}",
-        args=[codes, *(jnp.broadcast_to(word, codes.shape) for word in table)],
-        constraints=",".join(["=r", "r"] + ["r", "r"] * len(table)),
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
-    )
     return found
 
 

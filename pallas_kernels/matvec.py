@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
-from pallas_kernels.decode import TUNING, Tuning, least_tile
+from pallas_kernels.decode import TUNING, Tuning
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN, Tile
@@ -41,7 +41,7 @@ def scores(
     unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)  # sides scale as attention does
     # real heads lie columns / rows apart, so that a reshape separates them from the padding
     spread = jnp.pad(unscaled[:, :, :, None], ((0, 0),) * 3 + ((0, columns // rows - 1), (0, 0))).reshape(batch, heads, columns, channels)
-    query, arrays = side.query(spread), side.arrays(stored)
+    query, arrays = side.query(spread, stored), side.arrays(stored)
     splits = tuning.splits(batch * heads, capacity)
     shape = jax.ShapeDtypeStruct((batch, heads, *_by_slots(rows, capacity, side.slots)), jnp.float32)
     [found] = launch(
@@ -86,7 +86,7 @@ def weighted_values(
 
 
 def _check(side: Side, capacity: int, tuning: Tuning) -> None:
-    least = least_tile(side)
+    least = side.least_tile
     if tuning.tile % least or capacity % tuning.tile:
         raise ValueError(f"{capacity=} is not whole tiles of {tuning.tile} tokens, or those are not whole groups of {least}")
 

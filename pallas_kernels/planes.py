@@ -184,6 +184,11 @@ def subtract_scale_add(h: Array, constant: float, scale: Array, zero: Array, asm
     return (h - np.float16(constant)) * scale + zero
 
 
+def half_multiply_add(a: Array, b: Array, c: Array, asm: bool) -> Float16[Array, "rows W"]:
+    """a * b + c in fp16, rounded once in asm and twice in jnp."""
+    return half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c) if asm else a * b + c
+
+
 def multiply_add(a: Array, b: Array, c: Array, asm: bool) -> Array:
     """a * b + c in fp32, as one instruction: XLA's Triton pipeline writes a multiplication and an addition, which ptxas keeps apart."""
     if not asm:

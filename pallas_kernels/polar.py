@@ -68,7 +68,7 @@ class Polar(Side):
             raise ValueError(f"{len(stored)=}: angles={self.angles!r} with {self.planes.bits} bits is {wanted} arrays")
         return tuple(stored)
 
-    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         return (query_planes(q, 2 * self.planes.chunks),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -27,13 +27,14 @@ from jaxtyping import Array, Float, Float16
 
 from pallas_kernels.parts import LOG2E, add_up, by_slots, channel_statistic, dot, for_tokens, query_planes, token_statistic
 from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
-from pallas_kernels.tile import Tile
+from pallas_kernels.tile import SPAN, Tile
 
 Rows = list[Float[Array, "rows GP"]]
 
 
 class Side(abc.ABC):
-    """Keys or values of one layer, as a kernel reads them. Arrays have leading axes [B, K], which a kernel's block fixes."""
+    """Keys or values of one layer, as a kernel reads them. Arrays have leading axes [B, K], which a kernel's block fixes; either may be 1:
+    what all rows of the batch, or all heads, share."""
 
     @property
     @abc.abstractmethod
@@ -49,8 +50,13 @@ class Side(abc.ABC):
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         """The stored arrays [B, K, ...], reshaped as the kernel indexes them. No copy."""
 
+    @property
+    def least_tile(self) -> int:
+        """The smallest step in tokens: whole spans, and whole groups of tokens."""
+        return SPAN
+
     @abc.abstractmethod
-    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         """What `scores` needs of the queries, made once outside the kernel. q is fp32 and not scaled."""
 
     @abc.abstractmethod
@@ -60,6 +66,10 @@ class Side(abc.ABC):
     @abc.abstractmethod
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
         """`sums`, one for each chunk of channels, plus the weighted values of a tile. Weights of tokens that do not count are 0."""
+
+    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
+        """What reads the rows of a tile in fp16: (slot, chunk) -> the slot's tokens, the chunk's channels. For keys that are rotated."""
+        raise NotImplementedError(f"{type(self).__name__} does not give single rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +96,10 @@ class Grouped(Side):
         return self.planes.chunks, self.planes.width
 
     @property
+    def least_tile(self) -> int:
+        return max(SPAN, self.group) if self.axis == "tokens" else SPAN
+
+    @property
     def _groups(self) -> int:
         return self.planes.channels // self.group
 
@@ -97,7 +111,7 @@ class Grouped(Side):
         words, statistics = stored[: len(self.planes.sets)], stored[len(self.planes.sets) :]
         return (*words, *(by_slots(statistics, self.slots) if self.axis == "channels" else statistics))
 
-    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         p, (batch, heads, columns, _) = self.planes, q.shape
         planes = query_planes(q, p.chunks)
         if self.axis == "tokens":
@@ -146,6 +160,10 @@ class Grouped(Side):
                 values = self._values(*self._codes(low, high, slot, c, asm=asm), scale, zero, slot, c, tile, asm)
                 sums[c] = sums[c] + dot(values, half, (0, 0))
         return sums
+
+    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
+        low, high, scale, zero = self._open(refs, tile)
+        return lambda slot, chunk: self._values(*self._codes(low, high, slot, chunk, asm=asm), scale, zero, slot, chunk, tile, asm)
 
     def _open(self, refs: Sequence[Any], tile: Tile) -> tuple[list[Array], list[Array], Any, Any]:
         """(low words, high words, scale ref, zero ref or None); words as W-wide tiles of [tile / slots] rows."""
@@ -198,7 +216,7 @@ class Dense(Side):
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(stored)
 
-    def query(self, q: Float[Array, "B K GP H"]) -> tuple[Array, ...]:
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         return (q.astype(self.dtype),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:

@@ -8,6 +8,7 @@ a Launch   the kernel, launched in just this way, whatever the device: for tests
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -22,6 +23,7 @@ from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import LAUNCH, Launch
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Side
 from pallas_kernels.tile import SPAN
 
@@ -91,20 +93,26 @@ def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: 
     if how is None or job is None:
         return codec.encode(params, stats, rows, prefill=prefill)
     format, scheme, divisor = job
-    packed = quantize_rows(rows, codec.kernel_side(), scheme, format.bits, divisor=divisor, how=how)
+    side = codec.kernel_side()
+    packed = quantize_rows(rows, side.inner if isinstance(side, Rotated) else side, scheme, format.bits, divisor=divisor, how=how)
     return Quantized(packed.words, packed.scale, packed.zero, format)
 
 
 def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, rows: Array, part: online.Part) -> online.Part:
     plan = view.plan
-    sides = [codec.kernel_side() for codec in plan.codecs]
-    assert all(isinstance(side, Side) for side in sides), "`choose` found the kernel unsupported"
     query = plan.k.query(view.params[0], view.stats[0], rows)
-    arrays = [codec.kernel_arrays(params, body) for codec, params, body in zip(plan.codecs, view.params, view.body, strict=True)]
+    keys, values = ((c.kernel_side(), c.kernel_arrays(p, b)) for c, p, b in zip(plan.codecs, view.params, view.body, strict=True))
+    assert isinstance(keys[0], Side), "`choose` found the kernel unsupported"
+    assert isinstance(values[0], Side), "`choose` found the kernel unsupported"
+    if isinstance(keys[0], Rotated):
+        if view.rope is None:
+            raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
+        rope = [view.rope.inverse_frequencies, view.rope.attention_factor]
+        keys = dataclasses.replace(keys[0], sink=plan.regions.sink), [*keys[1], *rope]
     found = decode_attention(
         query,
-        (sides[0], arrays[0]),
-        (sides[1], arrays[1]),
+        keys,
+        values,
         queries.limits[:, 0],
         capacity=plan.regions.body_capacity,
         how=how,

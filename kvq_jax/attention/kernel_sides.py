@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvq_jax.packing import PlaneLayout
 from kvq_jax.quantized import GroupFormat
+from pallas_kernels.codebook import Codebook
 from pallas_kernels.planes import SUPPORTED_BITS, Planes
+from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Dense, Grouped, Side
+from pallas_kernels.table import BITS as TABLE_BITS
 from pallas_kernels.tile import SPAN
 
 HEAD_DIMS = (64, 128, 256)
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, as all that a kernel holds, from a span to the longest step
+
+
+class StoredGroup(Protocol):
+    """What is looked at of a `ChannelGroup`: the channels of a head that share a statistic."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
 
 
 class StoredGroups(Protocol):
@@ -25,8 +38,6 @@ class StoredGroups(Protocol):
 def grouped(codec: StoredGroups) -> Side | str:
     """The side of uniformly quantized groups, or one line that says why there is none."""
     format, layout = codec.format, codec.format.layout
-    if codec.pre_rope:
-        return "keys cached before RoPE are rotated when they are read, which the kernels do not do"
     if reason := head_dim_unsupported(format.channels):
         return reason
     if format.code_bits not in SUPPORTED_BITS:
@@ -37,8 +48,44 @@ def grouped(codec: StoredGroups) -> Side | str:
         return f"groups of {format.group_size} channels are not whole planes of {layout.plane}"
     if format.axis == "tokens" and format.group_size not in TOKEN_GROUPS:
         return f"groups of {format.group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
-    planes = Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
-    return Grouped(planes, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
+    side = Grouped(planes_of(layout), format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
+    return rotated(side) if codec.pre_rope else side
+
+
+def nonuniform(
+    layout: PlaneLayout, group: StoredGroup | None, *, scale_dtype: str = "float16", slots: int = 0, pre_rope: bool = False
+) -> Side | str:
+    """The side of codes that stand for the entries of one table: x^ = table[code] * scale + zero (+ residual), or one line that says why
+    there is none.
+
+    group: whose scale and zero are stored for each token; None where they belong to channels, the same for all tokens. slots: exact entries
+    of a token's whole KV width, 0 without. The arrays, in this order: words of each plane set [B, K, S / n, w]; table [2^bits]; scale and
+    zero, [K, H] without a group, else as stored, [B, K / heads, H / channels, S]; with slots their index and residual, [B, slots, S].
+    """
+    if reason := head_dim_unsupported(layout.channels):
+        return reason
+    if layout.bits not in TABLE_BITS:
+        return f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))} bits"
+    if layout.span % SPAN:
+        return f"blocks that are no multiple of {SPAN} tokens; kernels read spans of {SPAN}"
+    if slots:
+        return "exact outliers, which the kernels do not read"
+    if group is not None and group.channels % layout.plane:
+        return f"groups of {group.channels} channels are not whole planes of {layout.plane}"
+    side = Codebook(
+        planes_of(layout), "channels" if group is None else "tokens", (group and group.channels) or layout.channels, scale_dtype
+    )
+    return rotated(side) if pre_rope else side
+
+
+def rotated(side: Side) -> Side | str:
+    """The side of the same keys, cached before RoPE; or one line that says why there is none. The sink is for the caller to fill in."""
+    chunks, width = side.chunks
+    return f"the halves of a head are not whole planes of {width} channels" if chunks % 2 else Rotated(side)
+
+
+def planes_of(layout: PlaneLayout) -> Planes:
+    return Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
 
 
 def dense(channels: int, dtype: str) -> Side | str:

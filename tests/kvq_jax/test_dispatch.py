@@ -30,6 +30,7 @@ SPECS = (
     "innerq:bits=2",
     "innerq:bits=1,mode=sym",
     "k=innerq:bits=4+v=kivi:bits=8",
+    "kivi:bits=4,pre_rope=true",
 )
 INTERPRETED = Launch(interpret=True)
 
@@ -77,7 +78,6 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("kivi:pre_rope=true", "before RoPE"),
         ("kivi:bits=2,group_size=16", "blocks of 16 tokens"),
         ("innerq:bits=8", "9-bit codes"),
         ("k=dense+v=innerq:group_size=96+cache:block=96", "v: groups of 96 tokens; kernels serve 32, 64, 128"),
@@ -127,7 +127,7 @@ def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
     assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("xla", plan_of("kivi"), 4, 1) is None
-    assert dispatch.choose(None, plan_of("kivi:pre_rope=true"), 4, 1) is None
+    assert dispatch.choose(None, plan_of("innerq:bits=8"), 4, 1) is None
 
 
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):

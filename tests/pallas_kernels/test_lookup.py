@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvq_jax.packing import pack, plane_layout, unpack
-from pallas_kernels import lookup, matvec
+from pallas_kernels import lookup, matvec, table
 from pallas_kernels._launch import Launch
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.decode import Tuning, decode_attention
@@ -38,11 +38,11 @@ def planes(bits: int, channels: int) -> Planes:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A side, and how its stored arrays are made."""
+    """A side, and how its stored arrays are made. shared: all heads have the statistics of a token together."""
 
     id: str
     side: Codebook | Polar
-    table_per_head: bool = False
+    shared: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -50,9 +50,9 @@ class Case:
         return count * width
 
 
-def codebook(bits: int, head_dim: int, group: int | None, per_channel: bool = False, per_head: bool = False, dtype="float16") -> Case:
-    table = f"{'channels' if per_channel else 'shared'}{'_heads' if per_head else ''}"
-    return Case(f"codebook{bits}_{table}_{group}", Codebook(planes(bits, head_dim), per_channel, group, dtype), per_head)
+def codebook(bits: int, head_dim: int, affine: Any, group: int | None = None, shared: bool = False, dtype: str = "float16") -> Case:
+    name = f"codebook{bits}_h{head_dim}_{affine}_{group}{'_shared' if shared else ''}"
+    return Case(name, Codebook(planes(bits, head_dim), affine, group or head_dim, dtype), shared)
 
 
 def polar(angle: int, radius: int, head_dim: int, angles: Any, formula: Any, group: int = 64) -> Case:
@@ -61,12 +61,13 @@ def polar(angle: int, radius: int, head_dim: int, angles: Any, formula: Any, gro
 
 
 CASES = (
-    codebook(2, 64, None),
-    codebook(2, 128, 128, per_channel=True, per_head=True, dtype="bfloat16"),
-    codebook(3, 64, 32),
-    codebook(3, 128, None, per_channel=True),
-    codebook(4, 64, 64, per_channel=True),
-    codebook(4, 128, 128, per_head=True),
+    codebook(2, 64, "tokens", shared=True),
+    codebook(2, 128, "channels"),
+    codebook(3, 64, "tokens", 32, dtype="bfloat16"),
+    codebook(3, 128, "channels"),
+    codebook(4, 64, "tokens", 64, shared=True, dtype="float32"),
+    codebook(4, 128, "tokens", 32, shared=True),
+    codebook(4, 256, "channels"),
     polar(4, 4, 128, "grid", "table", 128),
     polar(4, 2, 128, "grid", "table"),
     polar(3, 2, 128, "grid", "table"),
@@ -87,15 +88,18 @@ def arrays(case: Case, seed: int = 0) -> list[np.ndarray]:
     codes = rng.integers(0, 1 << side.planes.bits, (BATCH, HEADS, CAPACITY, side.planes.channels))
     words = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(side.planes.bits, side.planes.channels, 32))]
     if isinstance(side, Codebook):
-        shape = (1 << side.planes.bits, *([case.head_dim] if side.per_channel else []))
-        found = [rng.standard_normal((HEADS, *shape) if case.table_per_head else shape).astype(np.float16)]
-        ranges = [] if side.group is None else [(0.5, 1.5), (-1.0, 1.0)]
-        statistics_shape = (BATCH, HEADS, case.head_dim // (side.group or 1), CAPACITY)
+        found = [rng.standard_normal(1 << side.planes.bits).astype(np.float32)]
+        ranges = [(0.5, 1.5), (-1.0, 1.0)]
+        if side.affine == "channels":
+            return [*words, *found, *(rng.uniform(*r, (HEADS, case.head_dim)).astype(np.float32) for r in ranges)]
+        statistics_shape = (BATCH, 1 if case.shared else HEADS, case.head_dim // side.group, CAPACITY)
     else:
         found, step = [], 2 * np.pi / (1 << side.angle_bits)
         ranges = [(0.2, 1.0), (0.0, 1.0), (0.4 * step, step), (-1.0, 1.0)][: 2 if side.angles == "grid" else 4]
         statistics_shape = (BATCH, HEADS, CAPACITY // side.group, side.planes.channels)
     statistics = [jnp.asarray(rng.uniform(*r, statistics_shape), side.scale_dtype) for r in ranges]
+    if side.scale_dtype == "float32":
+        return [*words, *found, *map(np.asarray, statistics)]
     return [*words, *found, *(np.asarray(jax.lax.bitcast_convert_type(s, jnp.uint16)) for s in statistics)]
 
 
@@ -107,13 +111,12 @@ def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
     codes = np.asarray(unpack(tuple(map(jnp.asarray, stored[:sets])), layout)).astype(np.int64)
     floats = [a if a.dtype != np.uint16 else np.asarray(jnp.asarray(a).view(side.scale_dtype), np.float64) for a in stored[sets:]]
     if isinstance(side, Codebook):
-        table = floats[0].astype(np.float64) if case.table_per_head else np.broadcast_to(floats[0], (HEADS, *floats[0].shape))
-        table = table if side.per_channel else np.broadcast_to(table[..., None], (*table.shape, case.head_dim))
-        found = np.take_along_axis(np.broadcast_to(table[None], (BATCH, *table.shape)), codes, axis=2)
-        if side.group is not None:
-            scale, zero = (np.repeat(np.swapaxes(s, 2, 3), side.group, axis=3) for s in floats[1:])
-            found = found * scale + zero
-        return found
+        table, *statistics = floats
+        if side.affine == "channels":
+            scale, zero = (s[:, None] for s in statistics)
+        else:
+            scale, zero = (np.repeat(np.swapaxes(s, 2, 3), side.group, axis=3) for s in statistics)
+        return np.asarray(table, np.float64)[codes] * scale + zero
     scale, zero, *angle = (np.repeat(s, side.group, axis=2) for s in floats)
     turn, count = codes % (1 << side.angle_bits) + 0.5, 1 << side.angle_bits
     theta = turn * angle[0] + angle[1] if angle else turn * 2 * np.pi / count
@@ -140,12 +143,9 @@ def weights() -> jax.Array:
 
 
 def shifted(case: Case, stored: list[np.ndarray]) -> list[np.ndarray]:
-    """The first statistic, or else the table, shifted by one group of channels, group of tokens or entry."""
+    """The first statistic shifted by one channel, token or group of tokens."""
     found, sets = list(stored), len(case.side.planes.sets)
-    if isinstance(case.side, Polar):
-        at, axis = sets, 2
-    else:
-        at, axis = (sets, -2 if case.side.per_channel else -1) if case.side.group is None else (sets + 1, -1)
+    at, axis = (sets, 2) if isinstance(case.side, Polar) else (sets + 1, -1)
     found[at] = np.roll(stored[at], 1, axis=axis)
     return found
 
@@ -159,7 +159,7 @@ def check_scores(case: Case, how: Launch) -> None:
 
     assert error(rows(case, stored)) < TOLERANCE
     assert error(np.roll(rows(case, stored), 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
-    assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale or table would pass"
+    assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale would pass"
 
 
 def check_values(case: Case, how: Launch) -> None:
@@ -171,7 +171,7 @@ def check_values(case: Case, how: Launch) -> None:
 
     assert error(rows(case, stored)) < TOLERANCE
     assert error(np.roll(rows(case, stored), 1, axis=2)) > 10 * TOLERANCE, "the values of the tokens before would pass"
-    assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale or table would pass"
+    assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale would pass"
 
 
 @each(CASES)
@@ -185,7 +185,7 @@ def test_weighted_values_equal_the_reference_on_the_same_codes(case):
 
 
 def test_both_kinds_of_tables_serve_attention_and_ignore_unused_capacity():
-    keys, values = polar(4, 4, 64, "grouped", "table", 32), codebook(2, 64, 64)
+    keys, values = polar(4, 4, 64, "grouped", "table", 32), codebook(2, 64, "tokens")
     k, v, q, limit = arrays(keys, 1), arrays(values, 2), query(keys), 150
     spoiled = [[a.copy() for a in side] for side in (k, v)]
     for a in spoiled[0]:
@@ -214,9 +214,10 @@ def test_values_in_polar_form_and_tables_of_other_sizes_are_refused():
     case = polar(4, 4, 128, "grid", "table", 128)
     with pytest.raises(NotImplementedError, match="polar codes hold keys"):
         weighted_values(case.side, weights(), arrays(case), INTERPRETED)
-    case = codebook(2, 64, None)
-    with pytest.raises(ValueError, match=r"the table is \(4,\)"):
-        scores(case.side, query(case), [arrays(case)[0], np.zeros(8, np.float16)], INTERPRETED)
+    case = codebook(2, 64, "tokens")
+    words, _, *statistics = arrays(case)
+    with pytest.raises(ValueError, match=r"a table of 4 entries is needed"):
+        scores(case.side, query(case), [words, np.zeros(8, np.float32), *statistics], INTERPRETED)
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
@@ -247,7 +248,7 @@ U = np.uint32
 
 
 def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt.b32: each nibble of the selector chooses a byte of b:a; its top bit repeats that byte's top bit instead."""
+    """prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a; its top bit repeats that byte's top bit instead."""
     a, b, selector = np.broadcast_arrays(a, b, selector)
     source, found = np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]), np.zeros_like(a)
     for i in range(4):
@@ -266,7 +267,14 @@ def logical(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> n
     return functools.reduce(np.bitwise_or, terms)
 
 
-INSTRUCTIONS = {"shl.b32": np.left_shift, "shr.b32": np.right_shift, "prmt.b32": permuted, "lop3.b32": logical}
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "shl.b32": np.left_shift,
+    "shr.b32": np.right_shift,
+    "prmt.b32": permuted,
+    "lop3.b32": logical,
+}
 
 
 def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
@@ -310,10 +318,6 @@ def test_assembly_computes_what_array_operations_compute(positions):
     wanted = np.take_along_axis(entries[:, 0], code, axis=0).view(np.uint16)
     np.testing.assert_array_equal(plain, wanted)
     np.testing.assert_array_equal(asm, wanted)
-    shared = np.ascontiguousarray(entries[:, 0, 0])
-    if len(bits) > 2:
-        found = lookup.permuted(words, bits, list(lookup.byte_planes(jnp.asarray(shared))))
-        np.testing.assert_array_equal(np.asarray(found).view(np.uint16), shared[code].view(np.uint16))
     assert (np.take_along_axis(entries[:, 0], code ^ 1, axis=0).view(np.uint16) != wanted).mean() > 0.9
 
     for asm in (True, False):
@@ -330,3 +334,24 @@ def test_assembly_computes_what_array_operations_compute(positions):
         theta = (code + 0.5) * 2 * np.pi / (1 << len(bits))
         np.testing.assert_allclose(np.asarray(cos, np.float64), np.cos(theta), atol=5e-4)
         np.testing.assert_allclose(np.asarray(sin, np.float64), np.sin(theta), atol=5e-4)
+
+
+@pytest.mark.usefixtures("assembler")
+@pytest.mark.parametrize(("bits", "channels"), [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 256)])
+def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
+    """Random words, bit for bit: every slot and chunk."""
+    layout, rng = planes(bits, channels), np.random.default_rng(bits)
+    tokens = 32
+    codes = rng.integers(0, 1 << bits, (tokens, channels))
+    stored = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(bits, channels, 32))]
+    tiles = [[jnp.asarray(w[:, layout.width * j : layout.width * (j + 1)]) for j in range(w.shape[1] // layout.width)] for w in stored]
+    entries = rng.standard_normal(1 << bits).astype(np.float16)
+    words = [word.reshape(1, 1) for word in table.byte_planes(jnp.asarray(entries))]
+    looked = table.Looked.up(Words(tiles), layout, table.Table([], words), True)
+    run = tokens // layout.slots
+    for slot in range(layout.slots):
+        for chunk in range(layout.chunks):
+            found = np.asarray(looked.plane(slot, chunk)).view(np.uint16)
+            wanted = entries[codes[run * slot : run * (slot + 1), layout.width * chunk : layout.width * (chunk + 1)]].view(np.uint16)
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{slot=} {chunk=}")
+            assert (found != np.roll(wanted, 1, axis=1)).any()
