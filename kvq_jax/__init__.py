@@ -6,7 +6,15 @@ spec = kvq.parse("innerq:bits=2")
 cache = kvq.init_cache(spec, config, batch=1, capacity=4096)
 """
 
-from kvq_jax.accounting import bits_per_element, body_bits_per_element, components, dense_nbytes, nbytes
+from kvq_jax.accounting import (
+    bits_per_element,
+    body_bits_per_element,
+    components,
+    dense_nbytes,
+    dropped_outliers,
+    nbytes,
+    outlier_fraction,
+)
 from kvq_jax.algebra import merge_rows, repeat_rows, select_rows, trim
 from kvq_jax.array_types import LayerInputs
 from kvq_jax.cache import Cache, init_cache, layout
@@ -26,12 +34,14 @@ __all__ = [
     "body_bits_per_element",
     "components",
     "dense_nbytes",
+    "dropped_outliers",
     "fingerprint",
     "init_cache",
     "layout",
     "load_cache",
     "merge_rows",
     "nbytes",
+    "outlier_fraction",
     "parse",
     "repeat_rows",
     "roundtrip",

@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.cache import Cache, dims_of, layout
+from kvq_jax.nonuniform import Nonuniform
+from kvq_jax.outliers import UNUSED
 from kvq_jax.spec import CacheSpec
 
 
@@ -47,6 +49,29 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 
 def _leaf_bytes(leaf: Any) -> int:
     return nbytes(leaf.struct)
+
+
+def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
+    """Share of the body's elements for which there is an exact slot, averaged over layers and sides."""
+    cache = layout(spec, config, 1, 1)
+    bodies = [(plan, codec.body(1, plan.heads, plan.regions.block)) for plan in cache.plans for codec in plan.codecs]
+    shares = [b.outliers.index.shape[1] / (plan.heads * plan.head_dim) for plan, b in bodies if isinstance(b, Nonuniform) and b.outliers]
+    return sum(shares) / len(bodies)
+
+
+def dropped_outliers(cache: Cache) -> tuple[int, int]:
+    """(outliers that found no exact slot, outliers that have one) among the live tokens of a cache's body. Tokens with more than 255
+    without a slot count as 255."""
+    dropped = kept = 0
+    for plan, layer in zip(cache.plans, cache.layers, strict=True):
+        aged = plan.regions.body(cache.lengths)[:, None]
+        for body in layer.body:
+            if isinstance(body, Nonuniform) and body.outliers is not None:
+                index = body.outliers.index
+                live = jnp.arange(index.shape[2])[None] < aged
+                kept += int(jnp.sum((index != UNUSED) & live[:, None]))
+                dropped += 0 if body.outliers.dropped is None else int(jnp.sum(jnp.where(live, body.outliers.dropped, 0), dtype=jnp.int32))
+    return dropped, kept
 
 
 @dataclasses.dataclass(frozen=True)

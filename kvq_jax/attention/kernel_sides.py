@@ -7,6 +7,7 @@ from typing import Protocol
 from kvq_jax.packing import PlaneLayout
 from kvq_jax.quantized import GroupFormat
 from pallas_kernels.codebook import Codebook
+from pallas_kernels.outliers import MOST_SLOTS
 from pallas_kernels.planes import SUPPORTED_BITS, Planes
 from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Dense, Grouped, Side
@@ -68,13 +69,12 @@ def nonuniform(
         return f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))} bits"
     if layout.span % SPAN:
         return f"blocks that are no multiple of {SPAN} tokens; kernels read spans of {SPAN}"
-    if slots:
-        return "exact outliers, which the kernels do not read"
+    if slots > MOST_SLOTS:
+        return f"{slots} exact outliers for each token; kernels count up to {MOST_SLOTS}"
     if group is not None and group.channels % layout.plane:
         return f"groups of {group.channels} channels are not whole planes of {layout.plane}"
-    side = Codebook(
-        planes_of(layout), "channels" if group is None else "tokens", (group and group.channels) or layout.channels, scale_dtype
-    )
+    affine, channels = ("channels", layout.channels) if group is None else ("tokens", group.channels)
+    side = Codebook(planes_of(layout), affine, channels, scale_dtype, slots)
     return rotated(side) if pre_rope else side
 
 

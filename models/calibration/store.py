@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +150,7 @@ class Store:
 class SampleWriter:
     """Writes what `activations.record` gives it to a sample's place in the files. `loss` is the sample's mean loss, set at its end."""
 
-    def __init__(self, files: dict, shape: tuple[int, ...], sample: int):
+    def __init__(self, files: dict[str, BinaryIO], shape: tuple[int, ...], sample: int):
         self.loss: float | None = None
         self._files, self._shape, self._sample = files, shape, sample
 
@@ -160,7 +161,7 @@ class SampleWriter:
         file.write(array.reshape(-1).view(np.uint8).data)  # written, not mapped: a full disk is an error then, and not a dead process
 
 
-def _opened(file: Path):
+def _opened(file: Path) -> BinaryIO:
     """A file to write into at any place, made where it is missing."""
     file.touch()
     return file.open("r+b")

@@ -23,11 +23,11 @@ that a model computes on a text, weighted by how much its loss depends on them. 
 command that runs the cache: --calibration F.safetensors. It belongs to one model and to the options of the method;
 windows and skip_layers may be changed afterwards. A text like those that the model will read serves best.
 
-The model runs forward and backward over {SAMPLES} random samples of the text and records keys, values and gradients in a work
-directory (two numbers for each of their elements: 8.6 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B). Then one side of
-one layer at a time is fitted. Ctrl-C loses nothing that is complete: the same command goes on. The samples do not
-depend on the cache: with --work, the directory is kept, and other caches are calibrated from it without running the
-model again. The same seed gives the same file."""
+The model runs forward and backward over {SAMPLES} random samples of the text and records keys, values and the gradients in
+them in a work directory: 8.6 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of one layer
+at a time are fitted. Ctrl-C loses nothing that is complete: the same command goes on. The samples do not depend on the
+cache: with --work, the directory is kept, and other caches are calibrated from it without running the model again.
+The same seed gives the same file."""
 
 EPILOG = f"""\
 examples:

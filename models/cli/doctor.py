@@ -146,9 +146,15 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
         "rope": f"{config.rope.rope_type}, theta {config.rope.theta:g}"
         + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
         "sliding_window": _sliding_window(hf),
+        "outliers": _outliers(config, spec),
         "k_proj_bias": _bias_in_words(config, biases),
         "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
     }
+
+
+def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
+    width, fraction = config.num_key_value_heads * config.head_dim, kvq.outlier_fraction(spec, config)
+    return f"exact slots for {fraction:.2%} of all elements; a token has {width} of each side" if fraction else "none kept exact"
 
 
 def _sliding_window(hf: dict[str, Any]) -> str:

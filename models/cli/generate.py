@@ -162,6 +162,7 @@ def _report(
 ) -> dict[str, Any]:
     """What was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
+    dropped, kept = kvq.dropped_outliers(cache)
     live, exact = int(cache.lengths[0]), isinstance(cache.spec.k, Dense) and isinstance(cache.spec.v, Dense)
     return {
         "cache": str(cache.spec),
@@ -172,6 +173,7 @@ def _report(
         "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
         "bits_per_element": kvq.bits_per_element(cache.spec, request.config, cache.capacity, cache.dtype),
         "quantized_tokens": 0 if exact else cache.spec.regions(cache.capacity).body(live),
+        "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(request.prompt),
         "new_tokens": len(ids),
         "prefill_seconds": generation.prefill_seconds,
@@ -185,12 +187,13 @@ def _report(
 
 def footer(done: dict[str, Any]) -> str:
     """The report in one line."""
-    live = done["prompt_tokens"] + done["new_tokens"]
+    live, outliers = done["prompt_tokens"] + done["new_tokens"], done["outliers"]
+    sparse = f"{outliers['exact']} outliers exact, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
     return (
         f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
         f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
         f"{done['quantized_tokens']} of {live} tokens quantized; "
-        f"{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens; "
+        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens; "
         f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
         f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}; "
         f"layers skipped: {', '.join(map(str, done['skip_layers'])) or 'none'}]"

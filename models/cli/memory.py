@@ -10,6 +10,7 @@ from typing import Any
 import kvq_jax as kvq
 from kvq_jax.cache import Cache
 from kvq_jax.group_codec import GroupCodec
+from kvq_jax.methods.kvquant.accounting import paper_bits
 from models.cli import inputs
 from models.cli.console import format_bytes, print_json, print_table, progress
 from models.config import LlamaConfig
@@ -80,6 +81,8 @@ def measure(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, 
         "body_bits_per_element": kvq.body_bits_per_element(spec, config),
         "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
         "paper_layout_bytes": paper_layout_bytes(layout),
+        "paper_bits_per_element": paper_bits(spec, config, context),
+        "outlier_fraction": kvq.outlier_fraction(spec, config),
         "largest_context": None if budget is None else largest_context(spec, config, batch, dtype, budget),
     }
 
@@ -153,5 +156,9 @@ def _print(result: dict[str, Any]) -> None:
     for c in result["caches"]:
         if c["paper_layout_bytes"] is not None:
             print(f"{c['name']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the paper's layout")
+        if c["outlier_fraction"]:
+            print(f"{c['name']}: exact slots for {c['outlier_fraction']:.3%} of all elements")
+        if c["paper_bits_per_element"] is not None:
+            print(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
     if result["budget_bytes"] is not None:
         print(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")

@@ -28,7 +28,7 @@ def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"]
     if not y.size:
         raise ValueError("no element is left to find levels for")
     mass, first, second = _histogram(y, weights)
-    levels = _optimal(*_coarse(mass, first, second), entries)
+    levels = _optimal(_coarse(mass, first, second), entries)
     position = np.divide(first, mass, out=np.zeros_like(first), where=mass > 0)
     used = mass > 0
     mass, first, position = mass[used], first[used], position[used]
@@ -48,26 +48,26 @@ def distortion(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | No
     return float(error.sum() if weights is None else (weights * error).sum())
 
 
-def _histogram(y: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _histogram(y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
     """(sum w, sum w y, sum w y^2) of FINE_BINS equal bins over [-1, 1]."""
     index = np.clip(((y.astype(np.float64) + 1) * (FINE_BINS / 2)).astype(np.int64), 0, FINE_BINS - 1)
     one = np.ones(1) if weights is None else weights.astype(np.float64)
-    return tuple(np.bincount(index, np.broadcast_to(one * y.astype(np.float64) ** power, y.shape), FINE_BINS) for power in range(3))  # type: ignore[return-value]
+    return [np.bincount(index, np.broadcast_to(one * y.astype(np.float64) ** power, y.shape), FINE_BINS) for power in range(3)]
 
 
-def _coarse(*sums: np.ndarray) -> tuple[np.ndarray, ...]:
+def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
     """The sums of at most COARSE_BINS runs of bins: half of their borders equally spaced, half at equal shares of the mass."""
     share = np.cumsum(sums[0]) / sums[0].sum()
     even = np.linspace(0, 1, FINE_BINS)
     steps = np.floor((share + even) / 2 * COARSE_BINS).astype(np.int64)
     starts = np.flatnonzero(np.diff(steps, prepend=-1))
-    return tuple(np.add.reduceat(s, starts) for s in sums)
+    return [np.add.reduceat(s, starts) for s in sums]
 
 
-def _optimal(mass: np.ndarray, first: np.ndarray, second: np.ndarray, entries: int) -> np.ndarray:
-    """The means of the best cut of weighted runs into `entries` runs."""
-    used = mass > 0
-    mass, first, second = (np.concatenate([[0.0], np.cumsum(s[used])]) for s in (mass, first, second))
+def _optimal(sums: list[np.ndarray], entries: int) -> np.ndarray:
+    """The means of the best cut of weighted runs, given by sum w, sum w y and sum w y^2, into `entries` runs."""
+    used = sums[0] > 0
+    mass, first, second = (np.concatenate([[0.0], np.cumsum(s[used])]) for s in sums)
     size = len(mass) - 1
     weight, moment = mass[None] - mass[:, None], first[None] - first[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
