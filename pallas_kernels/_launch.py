@@ -7,7 +7,7 @@ Hopper. Triton's parameters are always given, for they are also what selects the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -57,8 +57,10 @@ def launch(
     how: Launch,
     num_warps: int,
     num_stages: int,
+    aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` with Triton's parameters and a name under which profiles and dumps show the kernel."""
+    """`pl.pallas_call` with Triton's parameters and a name under which profiles and dumps show the kernel. aliases: inputs whose memory
+    outputs take over, contents included."""
     return pl.pallas_call(
         kernel,
         name=name,
@@ -66,21 +68,30 @@ def launch(
         in_specs=list(in_specs),
         out_specs=list(out_specs),
         out_shape=list(out_shape),
+        input_output_aliases=dict(aliases or {}),
         interpret=how.interpret,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
 
 
-def whole_array_but(axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int]) -> pl.BlockSpec:
+def whole_array_but(
+    axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int], programs: Sequence[int] | None = None
+) -> pl.BlockSpec:
     """The block that fixes the first `axes` axes of an array at those program ids (grid_axes[i] for axis i) and holds the rest whole.
-    An axis of length 1 is shared: all programs see its one entry.
+    Where an axis is shorter than the grid's (`programs` long), neighbouring programs share an entry; without `programs` it may be 1 long.
 
     Nothing is copied: a Triton block is a pointer, and a kernel loads what it indexes.
     """
     rest = array.ndim - axes
 
+    def entry(ids: Sequence[Any], i: int) -> Any:
+        size = array.shape[i]
+        if size == 1:
+            return 0
+        shared = 1 if programs is None else programs[i] // size
+        return ids[grid_axes[i]] if shared == 1 else ids[grid_axes[i]] // shared
+
     def index(*ids: Any) -> tuple[Any, ...]:
-        fixed = zip(grid_axes, array.shape, strict=False)
-        return (*(ids[axis] if size > 1 else 0 for axis, size in fixed), *[0] * rest)
+        return (*(entry(ids, i) for i in range(axes)), *[0] * rest)
 
     return pl.BlockSpec((*[None] * axes, *array.shape[axes:]), index)

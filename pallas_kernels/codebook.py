@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16
+from jaxtyping import Array, Float, Float16, Int
 
+from pallas_kernels._launch import Launch
 from pallas_kernels.lookup import Words
+from pallas_kernels.outliers import Turn, head_ranges, outlier_scores, weigh_outliers
 from pallas_kernels.parts import LOG2E, add_up, by_slots, dot, query_planes, token_statistic
 from pallas_kernels.planes import Planes, half_multiply_add, multiply_add
 from pallas_kernels.sides import Rows, Side
@@ -19,12 +21,15 @@ from pallas_kernels.tile import Tile
 
 @dataclasses.dataclass(frozen=True)
 class Codebook(Side):
-    """value = scale * table[code] + zero.
+    """value = scale * table[code] + zero, plus the residual where a channel of a token is an outlier.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits], of 2, 3 or 4 bits; scale and zero:
 
         affine "channels"   [K, H], of a channel, the same for all tokens and sequences
         affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] where all heads share them; 16-bit floats perhaps as uint16 bits
+
+    and with `outliers` slots for each token, over the width of all heads: index [B, E, S] uint16, k * H + h, sorted, unused ones from
+    K * H on, and residual [B, E, S].
 
     The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a channel's scale and zero go to the
     query; a token's scale to its score, or to its weight; its zero adds to all channels of the group. Only values with scales of channels
@@ -35,6 +40,7 @@ class Codebook(Side):
     affine: Literal["channels", "tokens"]
     group: int
     scale_dtype: str = "float16"
+    outliers: int = 0
 
     @property
     def slots(self) -> int:
@@ -57,14 +63,27 @@ class Codebook(Side):
         return [range(c, c + per_group) for c in range(0, self.planes.chunks, per_group)]
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, (table, *statistics) = stored[: self._sets], stored[self._sets :]
-        entries = 1 << self.planes.bits
-        if table.shape != (entries,) or len(statistics) != 2:
-            raise ValueError(f"{table.shape=} and {len(statistics)=}: a table of {entries} entries is needed, then a scale and a zero")
+        words, table, (*statistics,) = stored[: self._sets], stored[self._sets], stored[self._sets + 1 :][:2]
+        entries, wanted = 1 << self.planes.bits, self._sets + (5 if self.outliers else 3)
+        if table.shape != (entries,) or len(stored) != wanted:
+            raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
         table = table.astype(jnp.float16)[None, None]
         of_channels = self.affine == "channels"
         statistics = [s.astype(jnp.float16)[None] for s in statistics] if of_channels else by_slots(statistics, self.slots)
         return (*words, table, byte_planes(table), *statistics)
+
+    def value_arrays(self, stored: Sequence[Array], limits: Int[Array, " B"], how: Launch) -> tuple[Array, ...]:
+        if not self.outliers:
+            return self.arrays(stored)
+        heads, (index, residual) = stored[0].shape[1], stored[-2:]
+        ranges = head_ranges(index, heads, self.planes.channels, limits, how)[:, :, None]
+        first = self.planes.channels * jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        return (*self.arrays(stored), *by_slots([ranges], self.slots), first, index[:, None], residual[:, None])
+
+    def more_scores(
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch, turned: Turn | None = None
+    ) -> Float[Array, "B K G S"] | None:
+        return outlier_scores(q, *stored[-2:], limits, turned, how) if self.outliers else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
@@ -107,6 +126,10 @@ class Codebook(Side):
                     if self.affine == "channels":
                         values = self._affine(values, refs, slot, c, tile, asm)
                     sums[c] = sums[c] + shift + dot(values, half, (0, 0))
+            if self.outliers:
+                ranges, *sparse = refs[-4:]
+                found = token_statistic(ranges, 0, self.slots, slot, tile, "int16").astype(jnp.int32)
+                sums = weigh_outliers(w, sparse, found, tile.offset(1) + tile.slot_tokens(self.slots, slot), sums, asm)
         return sums
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
+from pallas_kernels.parts import LOG2E
 from pallas_kernels.planes import exp2
 from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import Tile, change_slots
@@ -111,7 +112,9 @@ def decode_attention(
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, channels, columns, capacity)
-    inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored))
+    more = k.more_scores(q, k_stored, limits, how)
+    added = () if more is None else (more * (LOG2E * channels**-0.5),)
+    inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.value_arrays(v_stored, limits, how), added)
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
     splits = tuning.splits(batch * heads, capacity)
@@ -122,7 +125,7 @@ def decode_attention(
         functools.partial(_kernel, sides=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=how.asm, columns=columns),
         name="decode_attention",
         grid=(batch, heads, splits),
-        in_specs=[pl.BlockSpec((1,), lambda b, h, s: (b,)), *(whole_array_but(2, array, (0, 1)) for array in flat)],
+        in_specs=[pl.BlockSpec((1,), lambda b, h, s: (b,)), *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in flat)],
         out_specs=[whole_array_but(3, shape, (0, 1, 2)) for shape in shapes],
         out_shape=shapes,
         how=how,
@@ -144,10 +147,10 @@ def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P 
 def _kernel(
     limit_ref: Any, *refs: Any, sides: tuple[Side, Side], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
 ) -> None:
-    # refs: query arrays, key arrays, value arrays, then o [C, W, G], m [G], l [G] of this program's split
-    ends = [sum(counts[: i + 1]) for i in range(3)]
-    query, keys, values = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] : ends[2]]
-    o_ref, m_ref, l_ref = refs[ends[2] :]
+    # refs: query arrays, key arrays, value arrays, perhaps more scores [G, S], then o [C, W, G], m [G], l [G] of this program's split
+    ends = [sum(counts[: i + 1]) for i in range(4)]
+    query, keys, values, added = (refs[end - count : end] for end, count in zip(ends, counts, strict=True))
+    o_ref, m_ref, l_ref = refs[ends[3] :]
     k, v = sides
     size, splits = tuning.tile, pl.num_programs(2)
     limit = limit_ref[0]
@@ -159,6 +162,8 @@ def _kernel(
     def step(tile: Tile, carry: Any) -> Any:
         sums, largest, total = carry
         scores = k.scores(query, keys, tile, asm)
+        if added:
+            scores = [s + _more(added[0], tile, k.slots, a, columns) for a, s in enumerate(scores)]
         if tile.masked:
             scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG) for a, s in enumerate(scores)]
         new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0))
@@ -187,3 +192,10 @@ def _kernel(
         o_ref[c, :, :] = sums[c]
     m_ref[...] = largest
     l_ref[...] = total
+
+
+def _more(ref: Any, tile: Tile, slots: int, slot: int, columns: int) -> Float[Array, "rows columns"]:
+    """The scores [G, S] that are to be added for the tokens of a slot; padded query heads get those of the last one."""
+    tokens = tile.offset(1) + tile.slot_tokens(slots, slot)
+    column = jnp.minimum(lax.broadcasted_iota(jnp.int32, (1, columns), 1), ref.shape[0] - 1)
+    return ref[jnp.broadcast_to(column, (tokens.shape[0], columns)), jnp.broadcast_to(tokens[:, None], (tokens.shape[0], columns))]

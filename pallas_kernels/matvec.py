@@ -48,14 +48,16 @@ def scores(
         functools.partial(_scores_kernel, side=side, query_arrays=len(query), tuning=tuning, tiles=capacity // tuning.tile, asm=how.asm),
         name="matvec_scores",
         grid=(batch, heads, splits),
-        in_specs=[whole_array_but(2, array, (0, 1)) for array in (*query, *arrays)],
+        in_specs=[whole_array_but(2, array, (0, 1), (batch, heads)) for array in (*query, *arrays)],
         out_specs=[whole_array_but(2, shape, (0, 1))],
         out_shape=[shape],
         how=how,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(*query, *arrays)
-    return found.reshape(batch, heads, rows, capacity)[:, :, :group]
+    found = found.reshape(batch, heads, rows, capacity)[:, :, :group]
+    more = side.more_scores(q, stored, jnp.full((batch,), capacity), how)
+    return found if more is None else found + more
 
 
 def weighted_values(
@@ -66,7 +68,7 @@ def weighted_values(
     _check(side, capacity, tuning)
     rows, columns = _padded(group)
     weights = _pad_heads(p, rows).reshape(batch, heads, *_by_slots(rows, capacity, side.slots))
-    arrays = side.arrays(stored)
+    arrays = side.value_arrays(stored, jnp.full((batch,), capacity), how)
     splits = tuning.splits(batch * heads, capacity)
     count, width = side.chunks
     shape = jax.ShapeDtypeStruct((batch, heads, splits, count, width, columns), jnp.float32)
@@ -74,7 +76,7 @@ def weighted_values(
         functools.partial(_values_kernel, side=side, tuning=tuning, tiles=capacity // tuning.tile, columns=columns, asm=how.asm),
         name="matvec_values",
         grid=(batch, heads, splits),
-        in_specs=[whole_array_but(2, array, (0, 1)) for array in (weights, *arrays)],
+        in_specs=[whole_array_but(2, array, (0, 1), (batch, heads)) for array in (weights, *arrays)],
         out_specs=[whole_array_but(3, shape, (0, 1, 2))],
         out_shape=[shape],
         how=how,

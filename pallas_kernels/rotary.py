@@ -19,6 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
+from pallas_kernels._launch import Launch
+from pallas_kernels.codebook import Codebook
+from pallas_kernels.outliers import turn
 from pallas_kernels.parts import dot, query_planes
 from pallas_kernels.planes import half2
 from pallas_kernels.sides import Rows, Side
@@ -62,6 +65,14 @@ class Rotated(Side):
         count, width = self.chunks
         positions = (a.reshape(1, 1, -1, count // 2, width) for a in (cos, sin))
         return query_planes(q * factor, count), *positions
+
+    def more_scores(
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch
+    ) -> Float[Array, "B K G S"] | None:
+        if not isinstance(self.inner, Codebook):
+            return self.inner.more_scores(q, stored[:-2], limits, how)
+        *inner, frequencies, factor = stored
+        return self.inner.more_scores(q * factor, inner, limits, how, turn(frequencies, self.sink, stored[0].shape[2] * self.slots))
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         *inner, cosines, sines = refs

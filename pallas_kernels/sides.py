@@ -23,8 +23,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float16
+from jaxtyping import Array, Float, Float16, Int
 
+from pallas_kernels._launch import Launch
 from pallas_kernels.parts import LOG2E, add_up, by_slots, channel_statistic, dot, for_tokens, query_planes, token_statistic
 from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
 from pallas_kernels.tile import SPAN, Tile
@@ -33,8 +34,8 @@ Rows = list[Float[Array, "rows GP"]]
 
 
 class Side(abc.ABC):
-    """Keys or values of one layer, as a kernel reads them. Arrays have leading axes [B, K], which a kernel's block fixes; either may be 1:
-    what all rows of the batch, or all heads, share."""
+    """Keys or values of one layer, as a kernel reads them. Arrays have leading axes [B, K], which a kernel's block fixes; either may be
+    shorter where neighbours share an entry: 1 where all rows of the batch, or all heads, do."""
 
     @property
     @abc.abstractmethod
@@ -49,6 +50,16 @@ class Side(abc.ABC):
     @abc.abstractmethod
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         """The stored arrays [B, K, ...], reshaped as the kernel indexes them. No copy."""
+
+    def value_arrays(self, stored: Sequence[Array], limits: Int[Array, " B"], how: Launch) -> tuple[Array, ...]:
+        """`arrays` of values, for their first limits[b] tokens: with what `weigh` needs beside them."""
+        return self.arrays(stored)
+
+    def more_scores(
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch
+    ) -> Float[Array, "B K G S"] | None:
+        """What is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing."""
+        return None
 
     @property
     def least_tile(self) -> int:

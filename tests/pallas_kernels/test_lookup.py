@@ -216,7 +216,7 @@ def test_values_in_polar_form_and_tables_of_other_sizes_are_refused():
         weighted_values(case.side, weights(), arrays(case), INTERPRETED)
     case = codebook(2, 64, "tokens")
     words, _, *statistics = arrays(case)
-    with pytest.raises(ValueError, match=r"a table of 4 entries is needed"):
+    with pytest.raises(ValueError, match=r"the table has 4 entries"):
         scores(case.side, query(case), [words, np.zeros(8, np.float32), *statistics], INTERPRETED)
 
 

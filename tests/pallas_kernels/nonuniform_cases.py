@@ -1,0 +1,128 @@
+"""Sides with tables, outliers and keys before RoPE: what a cache stores of them, and the rows that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvq_jax.attention.kernel_sides import nonuniform
+from kvq_jax.groups import ChannelGroup
+from kvq_jax.packing import PlaneLayout, pack, plane_layout
+from pallas_kernels.rotary import Rotated
+from pallas_kernels.sides import Side
+
+UNUSED = 65535
+FACTOR = 1.25  # attention factor of the keys' RoPE
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """statistics: of channels, fixed; of a token over all heads; or of so many channels of a token and head."""
+
+    bits: int
+    statistics: Literal["channels", "token"] | int
+    slots: int = 0
+    pre_rope: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Arrays of one side in the order of its `Side`, and their meaning in float64: dense rows and outliers [B, K, S, H], before RoPE."""
+
+    format: Format
+    side: Side
+    arrays: list[np.ndarray]
+    dense: np.ndarray
+    outliers: np.ndarray
+    frequencies: np.ndarray
+    sink: int
+
+    def rows(self, *, outliers: bool = True, rotated: bool = True, moved: int = 0) -> np.ndarray:
+        found = self.dense + self.outliers if outliers else self.dense
+        if not (self.format.pre_rope and rotated):
+            return found
+        angles = (self.sink + moved + np.arange(found.shape[2]))[:, None] * self.frequencies.astype(np.float64)
+        first, second = np.split(found, 2, axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return FACTOR * np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def side_of(format: Format, head_dim: int, heads: int, sink: int) -> Side:
+    group = None
+    if format.statistics == "token":
+        group = ChannelGroup(heads, head_dim)
+    elif isinstance(format.statistics, int):
+        group = ChannelGroup(1, format.statistics)
+    side = nonuniform(layout_of(format, head_dim), group, slots=format.slots, pre_rope=format.pre_rope)
+    assert isinstance(side, Side), side
+    return dataclasses.replace(side, sink=sink) if isinstance(side, Rotated) else side
+
+
+def layout_of(format: Format, head_dim: int) -> PlaneLayout:
+    return plane_layout(format.bits, head_dim, 32)
+
+
+def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, seed: int, sink: int = 5) -> Stored:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 1 << format.bits, (batch, heads, tokens, head_dim))
+    table = np.sort(rng.uniform(-1, 1, 1 << format.bits)).astype(np.float32)
+    arrays = [*(np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), layout_of(format, head_dim))), table]
+    if format.statistics == "channels":
+        scale, zero = (rng.uniform(*r, (heads, head_dim)).astype(np.float32) for r in ((0.5, 2.0), (-0.5, 0.5)))
+        arrays += [scale, zero]
+        scale, zero = (s[None, :, None] for s in (scale, zero))
+    else:
+        shared = format.statistics == "token"
+        width = head_dim if shared else int(format.statistics)
+        shape = (batch, 1 if shared else heads, head_dim // width, tokens)
+        halves = [rng.uniform(*r, shape).astype(np.float16) for r in ((0.5, 2.0), (-0.5, 0.5))]
+        arrays += [h.view(np.uint16) for h in halves]
+        scale, zero = (np.repeat(np.swapaxes(h.astype(np.float64), 2, 3), width, axis=3) for h in halves)
+    dense = table.astype(np.float64)[codes] * scale + zero
+    outliers = np.zeros(dense.shape)
+    if format.slots:
+        index, residual = slots(rng, format.slots, batch, tokens, heads * head_dim)
+        arrays += [index, residual.view(np.uint16)]
+        b, e, s = np.nonzero(index != UNUSED)
+        channel = index[b, e, s].astype(int)
+        outliers[b, channel // head_dim, s, channel % head_dim] = residual[b, e, s]
+    frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
+    if format.pre_rope:
+        arrays += [frequencies, np.float32(FACTOR)]
+    return Stored(format, side_of(format, head_dim, heads, sink), arrays, dense, outliers, frequencies, sink)
+
+
+def slots(rng: np.random.Generator, count: int, batch: int, tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(index, residual) [B, E, S]: sorted channels, some slots unused, some tokens with all of them in neighbouring channels."""
+    index = np.sort(np.argsort(rng.random((batch, tokens, width)), axis=-1)[..., :count], axis=-1)
+    start = rng.integers(0, width - count + 1, (batch, tokens, 1))
+    index = np.where(rng.random((batch, tokens, 1)) < 0.1, start + np.arange(count), index)
+    used = np.arange(count) < rng.integers(0, count + 1, (batch, tokens, 1))
+    residual = np.where(used, rng.normal(size=index.shape) * 4, 0).astype(np.float16)
+    index = np.where(used, index, UNUSED).astype(np.uint16)
+    return np.ascontiguousarray(np.swapaxes(index, 1, 2)), np.ascontiguousarray(np.swapaxes(residual, 1, 2))
+
+
+def spoiled(side: Stored, limits: Sequence[int]) -> list[np.ndarray]:
+    """The arrays with everything overwritten that no token below a row's limit reads: words and indices by ones, floats by NaN."""
+    sets, found = len(layout_of(side.format, side.dense.shape[-1]).sets), []
+    per_row = side.dense.shape[2] // side.arrays[0].shape[2]
+    for i, array in enumerate(side.arrays):
+        array = np.array(array)
+        if i < sets:
+            for b, limit in enumerate(limits):
+                array[b, :, -(-limit // 32) * 32 // per_row :] = -1
+        elif array.ndim > 2:  # a token's statistics, [B, K, groups, S]; indices and residuals, [B, E, S]
+            for b, limit in enumerate(limits):
+                array[b, ..., limit:] = 0x7FFF
+        found.append(array)
+    return found
+
+
+def structs(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in arrays]
