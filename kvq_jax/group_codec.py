@@ -56,4 +56,6 @@ class GroupCodec(Codec):
         return grouped(self)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+        if self.format.heads > 1:
+            return None  # the kernel quantizes one head at a time
         return self.format, self.format.scheme, None

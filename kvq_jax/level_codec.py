@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -41,6 +42,14 @@ class LevelCodec(Codec):
 
     def decode(self, params: Tree, stats: Tree, body: Nonuniform) -> RowsBKTH:
         return nonuniform.dequantize(body, jnp.asarray(self.levels, jnp.float32))
+
+    def kernel_side(self) -> Any:
+        from kvq_jax.attention.kernel_sides import nonuniform as side
+
+        return side(self.format.layout, self.format.group, scale_dtype=self.format.scale_dtype, pre_rope=self.pre_rope)
+
+    def kernel_arrays(self, params: Tree, body: Nonuniform) -> list[Any]:
+        return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows

@@ -46,7 +46,11 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         if isinstance(side, str):
             return f"{name}: {side}"
         least = max(least, side.least_tile)
-        longest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity)))
+        leaves = jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity))
+        shared = next((leaf.shape[1] for leaf in leaves if len(leaf.shape) == 4 and leaf.shape[1] not in (1, plan.heads)), None)
+        if shared:
+            return f"{name}: groups of {plan.heads // shared} heads; kernels serve groups of one head or of all"
+        longest = max(math.prod(leaf.shape) for leaf in leaves)
         if longest >= 2**31:
             return f"{name}: an array of {longest} elements is past the kernels' 32-bit offsets"
     if plan.regions.body_capacity < least:

@@ -31,6 +31,11 @@ SPECS = (
     "innerq:bits=1,mode=sym",
     "k=innerq:bits=4+v=kivi:bits=8",
     "kivi:bits=4,pre_rope=true",
+    "kvquant:bits=4,outliers=0.04",
+    "kvquant:bits=3,outliers=0,qnorm=true",
+    "kvquant:bits=2,pre_rope=false,k_axis=token,v_axis=channel",
+    "nf4",
+    "k=nf2:group_size=32,pre_rope=true+v=int3",
 )
 INTERPRETED = Launch(interpret=True)
 

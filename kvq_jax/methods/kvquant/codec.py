@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,17 @@ class KVQuantCodec(Codec):
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
+
+    def kernel_side(self) -> Any:
+        from kvq_jax.attention.kernel_sides import nonuniform as side
+
+        format = self.format
+        return side(format.layout, format.group, scale_dtype=format.scale_dtype, slots=format.slots, pre_rope=self.pre_rope)
+
+    def kernel_arrays(self, params: Tree, body: Nonuniform) -> list[Array]:
+        affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
+        sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual]
+        return [*body.words, self._values(params), *affine, *sparse]
 
     def _by_channel(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
         """(finite rows, scale, zero, which entries are outliers) for ranges of channels."""

@@ -1,0 +1,77 @@
+"""SQuat's key codec: KIVI's groups, channels quantized block after block, and the rest corrected in between (subspace.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kvq_jax import uniform
+from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.group_codec import GroupCodec
+from kvq_jax.methods.squat import subspace
+from kvq_jax.methods.squat.subspace import Solver
+from kvq_jax.packing import pack
+from kvq_jax.quantized import Quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class SquatCodec(GroupCodec):
+    """Keys per channel over groups of tokens. What is stored and how it is read is KIVI's; the statistics of a row are the matrices with
+    which its keys are quantized, [B, K, H - block, H - last block] fp32, zeros for a row without a prompt.
+
+    query_rope: the subspace is that of queries after RoPE. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch
+    take the matrices of the first that has a prompt.
+    """
+
+    rank: int = 5
+    lam: float = 1e-3
+    block_channels: int = 64
+    query_rope: bool = True
+    normalize: bool = False
+    solver: Solver = "exact"
+    shared: bool = False
+
+    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
+        """From the queries of all valid tokens, those of the sink too: it is their keys that stay exact."""
+        queries = inputs.q_rot if self.query_rope else inputs.q_pre
+        if queries is None:
+            raise ValueError("queries=before_rope needs LayerInputs.q_pre, which is None")
+        counted = inputs.valid
+        if self.shared:
+            row = jnp.argmax(counted[:, 0] & (inputs.positions[:, 0] == 0))
+            queries, counted = (lax.dynamic_slice_in_dim(a, row, 1, 0) for a in (queries, counted))
+        values, vectors = subspace.directions(subspace.gram(queries, counted, inputs.k_rot.shape[1]), self.rank, self.solver)
+        if self.normalize:
+            values = values / jnp.maximum(jnp.sum(counted, axis=1), 1).astype(jnp.float32)[:, None, None]
+        found = subspace.updates(values, vectors, self.lam, self.block_channels)
+        return jnp.broadcast_to(found, (inputs.valid.shape[0], *found.shape[1:]))
+
+    def initial_statistics(self, batch: int, heads: int) -> Float[Array, "B K _ _"]:
+        channels, block = self.format.channels, self.block_channels
+        blocks = -(-channels // block)
+        return jnp.zeros((batch, heads, channels - block, (blocks - 1) * block), jnp.float32)
+
+    def encode(self, params: Tree, stats: Array, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+        """Each block's ranges are taken after the corrections of the blocks before it. An entry that is not finite corrects nothing."""
+        format, width = self.format, self.block_channels
+        batch, heads, tokens, channels = rows.shape
+        grouped = rows.astype(jnp.float32).reshape(batch, heads, -1, format.group_size, channels)
+        blocks = []
+        for start in range(0, channels, width):
+            now, grouped = grouped[..., :width], grouped[..., width:]
+            group = uniform.asymmetric(now, format.bits, 3, jnp.dtype(format.scale_dtype))
+            blocks.append(group)
+            if start + width < channels:
+                error = jnp.where(jnp.isfinite(now), uniform.dequantize(group) - now, 0)
+                matrix = stats[:, :, start:, start : start + width]
+                grouped = grouped + jnp.einsum("bkntc,bkrc->bkntr", error, matrix, precision=lax.Precision.HIGHEST)
+        codes, scale, zero = (jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True))
+        return Quantized(pack(codes.reshape(rows.shape), format.layout), jnp.squeeze(scale, 3), jnp.squeeze(zero, 3), format)
+
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+        """No kernel corrects keys; reading them needs nothing new."""
+        return None

@@ -1,0 +1,95 @@
+"""SQuat's matrices: from a prompt's queries to what corrects the channels that are not quantized yet.
+
+With the queries of one KV head as the rows of Q, its r largest singular values S and right singular vectors V [r, H]:
+
+    Q^ = diag(S) V,    P = I + lam Q^^T Q^,    P^-1 = I - V^T diag(lam S^2 / (1 + lam S^2)) V                 (Woodbury)
+
+Once channels tg .. (t+1)g - 1 have taken the error d, the others move by the d' that minimizes |(d, d')|_P (Proposition 1, Lemma 2):
+
+    d' = B_t H_t d,    A_t, B_t the upper and lower left blocks of P^-1, H_t the last g columns of A_t^-1
+
+With the Cholesky factor P^-1 = L L^T and the blocks of g channels that L falls into,
+
+    B_t H_t = L[after t, t] L[t, t]^-1
+
+because A_t = L_A L_A^T and B_t = L_B L_A^T, so B_t A_t^-1 = L_B L_A^-1, whose last g columns see only the last block of L_A. So one
+factorization gives what Lemma 3 finds step by step, in O(H^3). Source: Wang et al., SQuat, section 3.3 and Appendix B.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+Solver = Literal["exact", "power"]
+
+QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
+POWER_STEPS = 10  # as many as the public code takes
+POWER_SPARE = 4  # columns beyond the rank that the power iteration carries: the last ones converge slowly
+LARGEST_WEIGHT = 1e5  # of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be factored in fp32
+
+
+def gram(queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: int) -> Float[Array, "B K H H"]:
+    """Q^T Q, fp32, of the counted tokens' queries; the N / K query heads of a KV head together. Entries that are not finite count as 0."""
+    batch, all_heads, tokens, head_dim = queries.shape
+    rows = queries.reshape(batch, heads, all_heads // heads, tokens, head_dim)
+    chunk = min(tokens, QUERY_CHUNK)
+
+    def add(i: Array, total: Array) -> Array:
+        at = jnp.minimum(i * chunk, tokens - chunk)  # the last chunk starts early, and does not count what was counted
+        part = lax.dynamic_slice_in_dim(rows, at, chunk, 3).astype(jnp.float32)
+        use = lax.dynamic_slice_in_dim(counted, at, chunk, 1) & (at + jnp.arange(chunk) >= i * chunk)[None]
+        part = jnp.where(use[:, None, None, :, None] & jnp.isfinite(part), part, 0)
+        return total + jnp.einsum("bkgth,bkgti->bkhi", part, part, precision=lax.Precision.HIGHEST)
+
+    return lax.fori_loop(0, -(-tokens // chunk), add, jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32))
+
+
+def directions(matrix: Float[Array, "B K H H"], rank: int, solver: Solver) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
+    """(S^2 in falling order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values and right
+    singular vectors. `power` iterates on a block of vectors, from a fixed start, and is approximate."""
+    if solver == "exact":
+        values, vectors = jnp.linalg.eigh(matrix)
+    else:
+        basis = _power_iteration(matrix, min(rank + POWER_SPARE, matrix.shape[-1]))
+        small = _product("bkhr,bkhi,bkis->bkrs", basis, matrix, basis)
+        values, inside = jnp.linalg.eigh(small)
+        vectors = _product("bkhr,bkrs->bkhs", basis, inside)
+    return jnp.maximum(values[..., : -rank - 1 : -1], 0), vectors[..., : -rank - 1 : -1]
+
+
+def _power_iteration(matrix: Float[Array, "B K H H"], width: int) -> Float[Array, "B K H width"]:
+    start = jax.random.normal(jax.random.key(0), (matrix.shape[-1], width), jnp.float32)
+    basis = jnp.broadcast_to(jnp.linalg.qr(start)[0], (*matrix.shape[:-1], width))
+    return lax.fori_loop(0, POWER_STEPS, lambda _, b: jnp.linalg.qr(_product("bkhi,bkir->bkhr", matrix, b))[0], basis)
+
+
+def updates(
+    values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int
+) -> Float[Array, "B K H-block H-last"]:
+    """All B_t H_t in one array, fp32: entry [h - block, c] is what an error of channel c adds to the channel h of a later block; 0 where h
+    is of the same block or an earlier one. Its columns are all blocks but the last.
+
+    Zeros, that is no correction, where the matrices cannot be computed in fp32.
+    """
+    head_dim = vectors.shape[-2]
+    weights = jnp.minimum(lam * values, LARGEST_WEIGHT)
+    shrink = _product("bkhr,bkr,bkir->bkhi", vectors, weights / (1 + weights), vectors)
+    factor = jnp.linalg.cholesky(jnp.eye(head_dim, dtype=jnp.float32)[None, None] - shrink)
+    columns = []
+    for start in range(0, head_dim - block, block):
+        end = start + block
+        own, later = factor[:, :, start:end, start:end], factor[:, :, end:, start:end]
+        moved = lax.linalg.triangular_solve(own, later, left_side=False, lower=True)
+        columns.append(jnp.pad(moved, ((0, 0), (0, 0), (start, 0), (0, 0))))
+    found = jnp.concatenate(columns, axis=-1)
+    return jnp.where(jnp.all(jnp.isfinite(found), axis=(-2, -1), keepdims=True), found, 0)
+
+
+def _product(equation: str, *factors: Array) -> Array:
+    """Full fp32: a GPU would otherwise round the factors to 10 bits."""
+    return jnp.einsum(equation, *factors, precision=lax.Precision.HIGHEST)
