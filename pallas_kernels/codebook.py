@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels._launch import Launch
 from pallas_kernels.lookup import Words
-from pallas_kernels.outliers import Turn, head_ranges, outlier_scores, weigh_outliers
+from pallas_kernels.outliers import Turn, outlier_scores, outlier_values
 from pallas_kernels.parts import LOG2E, add_up, by_slots, dot, query_planes, token_statistic
 from pallas_kernels.planes import Planes, half_multiply_add, multiply_add
 from pallas_kernels.sides import Rows, Side
@@ -72,18 +72,21 @@ class Codebook(Side):
         statistics = [s.astype(jnp.float16)[None] for s in statistics] if of_channels else by_slots(statistics, self.slots)
         return (*words, table, byte_planes(table), *statistics)
 
-    def value_arrays(self, stored: Sequence[Array], limits: Int[Array, " B"], how: Launch) -> tuple[Array, ...]:
-        if not self.outliers:
-            return self.arrays(stored)
-        heads, (index, residual) = stored[0].shape[1], stored[-2:]
-        ranges = head_ranges(index, heads, self.planes.channels, limits, how)[:, :, None]
-        first = self.planes.channels * jnp.arange(heads, dtype=jnp.int32)[None, :, None]
-        return (*self.arrays(stored), *by_slots([ranges], self.slots), first, index[:, None], residual[:, None])
+    @property
+    def adds_values(self) -> bool:
+        return self.outliers > 0
+
+    def more_values(
+        self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
+    ) -> Float[Array, "B K G H"] | None:
+        index, residual = stored[-2:]
+        return outlier_values(weights, index, residual, limits, self.planes.channels) if self.outliers else None
 
     def more_scores(
         self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch, turned: Turn | None = None
     ) -> Float[Array, "B K G S"] | None:
-        return outlier_scores(q, *stored[-2:], limits, turned, how) if self.outliers else None
+        index, residual = stored[-2:]
+        return outlier_scores(q, index, residual, limits, turned, how) if self.outliers else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
@@ -126,10 +129,6 @@ class Codebook(Side):
                     if self.affine == "channels":
                         values = self._affine(values, refs, slot, c, tile, asm)
                     sums[c] = sums[c] + shift + dot(values, half, (0, 0))
-            if self.outliers:
-                ranges, *sparse = refs[-4:]
-                found = token_statistic(ranges, 0, self.slots, slot, tile, "int16").astype(jnp.int32)
-                sums = weigh_outliers(w, sparse, found, tile.offset(1) + tile.slot_tokens(self.slots, slot), sums, asm)
         return sums
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
@@ -149,7 +148,8 @@ class Codebook(Side):
         else:
             group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
             scale, zero = (s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile))
-        return half_multiply_add(entries, *(jnp.broadcast_to(s, entries.shape) for s in (scale, zero)), asm)
+        scale, zero = (jnp.broadcast_to(s, entries.shape) for s in (scale, zero))
+        return half_multiply_add(entries, scale, zero, asm)
 
     def _of_tokens(self, refs: Sequence[Any], group: int, slot: int, tile: Tile) -> tuple[Array, Array]:
         scale, zero = (token_statistic(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 2 :][:2])

@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.planes import exp2
 from pallas_kernels.sides import Grouped, Side
-from pallas_kernels.tile import Tile, change_slots
+from pallas_kernels.tile import SPAN, Tile, change_slots
 
 NEG = -1e30  # stands for -inf: finite, so that a part without any token merges without nan
 LN2 = 0.6931471805599453
@@ -109,30 +110,42 @@ def decode_attention(
     """
     batch, heads, group, channels = q.shape
     columns = max(8, pl.next_power_of_2(group))
-    padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, channels, columns, capacity)
-    more = k.more_scores(q, k_stored, limits, how)
-    added = () if more is None else (more * (LOG2E * channels**-0.5),)
-    inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.value_arrays(v_stored, limits, how), added)
+    more = k.more_scores(q.astype(jnp.float32), k_stored, limits, how)
+    by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots
+    added = () if more is None else (_padded(more * (LOG2E * channels**-0.5), by_slots[0]).reshape(batch, heads, *by_slots),)
+    inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
     splits = tuning.splits(batch * heads, capacity)
     count, width = v.chunks
     outputs = [(count, width, columns), (columns,), (columns,)]
     shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in outputs]
-    out, largest, total = launch(
+    if v.adds_values:
+        shapes.append(jax.ShapeDtypeStruct((batch, heads, *by_slots), jnp.float32))
+    out, largest, total, *scores = launch(
         functools.partial(_kernel, sides=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=how.asm, columns=columns),
         name="decode_attention",
         grid=(batch, heads, splits),
         in_specs=[pl.BlockSpec((1,), lambda b, h, s: (b,)), *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in flat)],
-        out_specs=[whole_array_but(3, shape, (0, 1, 2)) for shape in shapes],
+        out_specs=[*(whole_array_but(3, shape, (0, 1, 2)) for shape in shapes[:3]), *(whole_array_but(2, s, (0, 1)) for s in shapes[3:])],
         out_shape=shapes,
         how=how,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(limits.astype(jnp.int32), *flat)
-    return merge_splits(out[..., :group], largest[..., :group], total[..., :group])
+    part = merge_splits(out[..., :group], largest[..., :group], total[..., :group])
+    if not scores:
+        return part
+    kept = scores[0].reshape(batch, heads, -1, capacity)[:, :, :group]
+    more = v.more_values(jnp.exp(kept * LN2 - part.m), v_stored, limits)
+    return part if more is None else part._replace(o=part.o + more)
+
+
+def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"]:
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[2]), (0, 0)))
 
 
 def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P G"], total: Float[Array, "B K P G"]) -> Part:
@@ -147,10 +160,11 @@ def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P 
 def _kernel(
     limit_ref: Any, *refs: Any, sides: tuple[Side, Side], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
 ) -> None:
-    # refs: query arrays, key arrays, value arrays, perhaps more scores [G, S], then o [C, W, G], m [G], l [G] of this program's split
+    # refs: query arrays, key arrays, value arrays, perhaps more scores (by slots), then o [C, W, G], m [G], l [G] of this program's split,
+    # and perhaps where all scores go (by slots)
     ends = [sum(counts[: i + 1]) for i in range(4)]
     query, keys, values, added = (refs[end - count : end] for end, count in zip(ends, counts, strict=True))
-    o_ref, m_ref, l_ref = refs[ends[3] :]
+    o_ref, m_ref, l_ref, *kept = refs[ends[3] :]
     k, v = sides
     size, splits = tuning.tile, pl.num_programs(2)
     limit = limit_ref[0]
@@ -164,6 +178,9 @@ def _kernel(
         scores = k.scores(query, keys, tile, asm)
         if added:
             scores = [s + _more(added[0], tile, k.slots, a, columns) for a, s in enumerate(scores)]
+        for ref in kept:
+            for a, s in enumerate(scores):
+                _keep(ref, s, tile, k.slots, a)
         if tile.masked:
             scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG) for a, s in enumerate(scores)]
         new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0))
@@ -194,8 +211,24 @@ def _kernel(
     l_ref[...] = total
 
 
+def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:
+    """Indexes the tokens of a slot in scores [R, S / SPAN, slots, SPAN / slots], R query heads, padded to a power of two."""
+    return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), pl.ds(slot, 1), slice(None)
+
+
 def _more(ref: Any, tile: Tile, slots: int, slot: int, columns: int) -> Float[Array, "rows columns"]:
-    """The scores [G, S] that are to be added for the tokens of a slot; padded query heads get those of the last one."""
-    tokens = tile.offset(1) + tile.slot_tokens(slots, slot)
-    column = jnp.minimum(lax.broadcasted_iota(jnp.int32, (1, columns), 1), ref.shape[0] - 1)
-    return ref[jnp.broadcast_to(column, (tokens.shape[0], columns)), jnp.broadcast_to(tokens[:, None], (tokens.shape[0], columns))]
+    """The scores that are to be added for the tokens of a slot."""
+    heads, rows = ref.shape[0], tile.size // slots
+    found = jnp.swapaxes(ref[_rows_of_slot(tile, slot)].reshape(heads, rows), 0, 1)
+    return jnp.broadcast_to(found[:, None], (rows, columns // heads, heads)).reshape(rows, columns)
+
+
+def _keep(ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int) -> None:
+    """Stores the scores of the tokens of a slot that count."""
+    (rows, columns), heads = scores.shape, ref.shape[0]
+    if columns > heads:
+        copy = lax.broadcasted_iota(jnp.int32, (1, columns // heads, 1), 1)
+        scores = jnp.sum(jnp.where(copy == 0, scores.reshape(rows, columns // heads, heads), 0.0), axis=1)
+    shape = heads, rows * slots // SPAN, 1, SPAN // slots
+    counts = jnp.broadcast_to(tile.counts(tile.slot_tokens(slots, slot)).reshape(1, *shape[1:]), shape) if tile.masked else None
+    plt.store(ref.at[_rows_of_slot(tile, slot)], jnp.swapaxes(scores, 0, 1).reshape(shape), mask=counts)

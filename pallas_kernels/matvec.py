@@ -56,7 +56,7 @@ def scores(
         num_stages=tuning.stages,
     )(*query, *arrays)
     found = found.reshape(batch, heads, rows, capacity)[:, :, :group]
-    more = side.more_scores(q, stored, jnp.full((batch,), capacity), how)
+    more = side.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), how)
     return found if more is None else found + more
 
 
@@ -68,7 +68,7 @@ def weighted_values(
     _check(side, capacity, tuning)
     rows, columns = _padded(group)
     weights = _pad_heads(p, rows).reshape(batch, heads, *_by_slots(rows, capacity, side.slots))
-    arrays = side.value_arrays(stored, jnp.full((batch,), capacity), how)
+    arrays = side.arrays(stored)
     splits = tuning.splits(batch * heads, capacity)
     count, width = side.chunks
     shape = jax.ShapeDtypeStruct((batch, heads, splits, count, width, columns), jnp.float32)
@@ -84,7 +84,9 @@ def weighted_values(
         num_stages=tuning.stages,
     )(weights, *arrays)
     total = jnp.sum(parts, axis=2)[..., :: columns // rows]  # [B, K, C, W, rows]
-    return jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
+    found = jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
+    more = side.more_values(p, stored, jnp.full((batch,), capacity))
+    return found if more is None else found + more
 
 
 def _check(side: Side, capacity: int, tuning: Tuning) -> None:

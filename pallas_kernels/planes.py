@@ -189,15 +189,6 @@ def half_multiply_add(a: Array, b: Array, c: Array, asm: bool) -> Float16[Array,
     return half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c) if asm else a * b + c
 
 
-def half_multiply(a: Array, b: Array, asm: bool) -> Float16[Array, "rows W"]:
-    return half2("mul.rn.f16x2 $0, $1, $2;", a, b) if asm else a * b
-
-
-def equal(a: Array, b: Array, asm: bool) -> Float16[Array, "rows W"]:
-    """1 where a == b, else 0, in fp16."""
-    return half2("set.eq.f16x2.f16x2 $0, $1, $2;", a, b) if asm else (a == b).astype(jnp.float16)
-
-
 def multiply_add(a: Array, b: Array, c: Array, asm: bool) -> Array:
     """a * b + c in fp32, as one instruction: XLA's Triton pipeline writes a multiplication and an addition, which ptxas keeps apart."""
     if not asm:

@@ -96,13 +96,23 @@ class Rotated(Side):
         return rotated(first, second, cos, -sin, asm)
 
     def _dots(
-        self, q: tuple[Array, Array], cosines: Any, sines: Any, tile: Tile, slot: int, chunk: int, asm: bool, total: Array, *keys: Array
+        self,
+        q: tuple[Array, Array],
+        cosines: Any,
+        sines: Any,
+        tile: Tile,
+        slot: int,
+        chunk: int,
+        asm: bool,
+        total: Array,
+        first: Array,
+        second: Array,
     ) -> Float[Array, "rows GP"]:
         """`total`, plus the queries times the keys of a chunk and of its partner, which are rotated by their distance from the start."""
         width = self.chunks[1]
         at = pl.ds(0, tile.size // SPAN), slot, slice(None), pl.ds(width * chunk, width)
         cos, sin = (table[at].reshape(tile.size // self.slots, width) for table in (cosines, sines))
-        first, second = rotated(*keys, cos, sin, asm)
+        first, second = rotated(first, second, cos, sin, asm)
         return dot(second, q[1], (1, 1)) + (dot(first, q[0], (1, 1)) + total)
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:

@@ -51,9 +51,16 @@ class Side(abc.ABC):
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         """The stored arrays [B, K, ...], reshaped as the kernel indexes them. No copy."""
 
-    def value_arrays(self, stored: Sequence[Array], limits: Int[Array, " B"], how: Launch) -> tuple[Array, ...]:
-        """`arrays` of values, for their first limits[b] tokens: with what `weigh` needs beside them."""
-        return self.arrays(stored)
+    @property
+    def adds_values(self) -> bool:
+        """Whether `more_values` gives anything: the kernel then keeps all scores."""
+        return False
+
+    def more_values(
+        self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
+    ) -> Float[Array, "B K G H"] | None:
+        """What is to be added to the weighted values of the first limits[b] tokens; None for nothing."""
+        return None
 
     def more_scores(
         self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch

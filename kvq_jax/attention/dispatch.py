@@ -24,7 +24,7 @@ from pallas_kernels._launch import LAUNCH, Launch
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.rotary import Rotated
-from pallas_kernels.sides import Side
+from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: 
         return codec.encode(params, stats, rows, prefill=prefill)
     format, scheme, divisor = job
     side = codec.kernel_side()
-    packed = quantize_rows(rows, side.inner if isinstance(side, Rotated) else side, scheme, format.bits, divisor=divisor, how=how)
+    side = side.inner if isinstance(side, Rotated) else side
+    assert isinstance(side, Grouped), "codecs with a kernel to quantize have uniform groups"
+    packed = quantize_rows(rows, side, scheme, format.bits, divisor=divisor, how=how)
     return Quantized(packed.words, packed.scale, packed.zero, format)
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 from kvq_jax.packing import PlaneLayout
 from kvq_jax.quantized import GroupFormat
 from pallas_kernels.codebook import Codebook
-from pallas_kernels.outliers import MOST_SLOTS
 from pallas_kernels.planes import SUPPORTED_BITS, Planes
+from pallas_kernels.polar import Polar
 from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Dense, Grouped, Side
 from pallas_kernels.table import BITS as TABLE_BITS
@@ -69,8 +69,6 @@ def nonuniform(
         return f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))} bits"
     if layout.span % SPAN:
         return f"blocks that are no multiple of {SPAN} tokens; kernels read spans of {SPAN}"
-    if slots > MOST_SLOTS:
-        return f"{slots} exact outliers for each token; kernels count up to {MOST_SLOTS}"
     if group is not None and group.channels % layout.plane:
         return f"groups of {group.channels} channels are not whole planes of {layout.plane}"
     affine, channels = ("channels", layout.channels) if group is None else ("tokens", group.channels)
@@ -82,6 +80,18 @@ def rotated(side: Side) -> Side | str:
     """The side of the same keys, cached before RoPE; or one line that says why there is none. The sink is for the caller to fill in."""
     chunks, width = side.chunks
     return f"the halves of a head are not whole planes of {width} channels" if chunks % 2 else Rotated(side)
+
+
+def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: str, *, grouped_angles: bool) -> Side | str:
+    """The side of keys in polar form, or one line that says why there is none. The arrays: words of each plane set, of the codes of H / 2
+    pairs; then step and least of the radii, and of the angles, [B, K, S / group, H / 2]."""
+    if not grouped_angles:
+        return "one step of the radii for a whole sequence; kernels read radii in groups of tokens"
+    if reason := head_dim_unsupported(2 * layout.channels):
+        return reason
+    if layout.span % SPAN or group_size not in TOKEN_GROUPS:
+        return f"groups of {group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
+    return Polar(planes_of(layout), angle_bits, group_size, "grouped", scale_dtype=scale_dtype)
 
 
 def planes_of(layout: PlaneLayout) -> Planes:

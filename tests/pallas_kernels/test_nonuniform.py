@@ -17,7 +17,7 @@ from kvq_jax.packing import plane_layout
 from pallas_kernels import matvec
 from pallas_kernels._launch import Launch
 from pallas_kernels.decode import Tuning, decode_attention
-from pallas_kernels.outliers import head_ranges, outlier_scores
+from pallas_kernels.outliers import outlier_scores
 from tests.pallas_kernels.kernel_cases import row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 from tests.pallas_kernels.nonuniform_cases import Format, Stored, spoiled, stored, structs
@@ -124,19 +124,6 @@ def test_the_products_by_themselves_equal_the_reference(case):
     check_products(case, INTERPRETED)
 
 
-def test_slots_of_every_head_are_found():
-    index = np.full((1, 5, 32), 65535, np.uint16)
-    index[0, :4, 0] = 0, 63, 64, 191
-    index[0, :2, 1] = 128, 129
-    found = np.asarray(head_ranges(jnp.asarray(index), 3, 64, jnp.asarray([32]), INTERPRETED)).astype(int)
-    assert [(x & 255, x >> 8) for x in found[0, :, 0]] == [(0, 2), (2, 1), (3, 1)]
-    assert [(x & 255, x >> 8) for x in found[0, :, 1]] == [(0, 0), (0, 0), (0, 2)]
-    assert (found[0, :, 2:] == 0).all()
-    many = np.tile(np.arange(200, dtype=np.uint16)[None, :, None], (1, 1, 32))  # a head with more slots than a signed byte counts
-    found = np.asarray(head_ranges(jnp.asarray(many), 1, 256, jnp.asarray([32]), INTERPRETED)).astype(int)
-    assert ((found >> 8 & 255) == 200).all()
-
-
 def test_outliers_of_padding_are_not_read():
     q = jnp.ones((2, 2, 1, 64), jnp.float32)
     index, residual = np.zeros((2, 1, 256), np.uint16), np.ones((2, 1, 256), np.float32)
@@ -150,7 +137,6 @@ def test_what_the_kernels_cannot_read_has_a_reason():
     layout = plane_layout(4, 128, 32)
     assert "5-bit codes" in str(nonuniform(plane_layout(5, 128, 32), None))
     assert "groups of 16 channels" in str(nonuniform(layout, ChannelGroup(1, 16)))
-    assert "300 exact outliers" in str(nonuniform(layout, None, slots=300))
     assert "head_dim 80" in str(nonuniform(plane_layout(4, 80, 32), None))
     assert "no multiple of 32" in str(nonuniform(plane_layout(4, 128, 16), None))
 
@@ -166,7 +152,6 @@ def test_every_kernel_lowers_for_cuda(case, arithmetic):
     text = lower_for_cuda(lambda *args: attend(case, *args, Launch(arithmetic)), *structs_of(case))
     assert "decode_attention" in text
     assert ("outlier_scores" in text) == bool(case.k.slots)
-    assert ("outlier_ranges" in text) == bool(case.v.slots)
 
 
 @pytest.mark.gpu
