@@ -25,8 +25,10 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
+from pallas_kernels.codebook import Codebook
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.planes import exp2
+from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN, Tile, change_slots
 
@@ -88,9 +90,12 @@ def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> 
 
 
 def _step(side: Side, channels: int) -> tuple[int, int]:
+    if isinstance(side, Rotated):
+        tile, stages = _step(side.inner, channels)
+        return (tile // 2 if isinstance(side.inner, Codebook) and side.inner.planes.bits == 4 else min(tile, 8192 // channels)), stages
     if isinstance(side, Grouped):
         return _STEPS.get((channels, side.planes.bits), ((128, 3), (128, 3)))[side.centre is None]
-    return 8192 // channels, 3
+    return 8192 // channels, 2 if isinstance(side, Codebook) and side.planes.bits == 4 else 3
 
 
 def decode_attention(
