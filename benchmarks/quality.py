@@ -1,4 +1,4 @@
-"""What caches do to the embedded model's predictions, through the real cache: the comparisons of the KVQuant paper, on one text.
+"""What caches do to the embedded model's predictions, through the real cache: the comparisons of papers, on one text.
 
 Every cache that needs a calibration gets one, from samples of another text. Numbers in benchmarks/results/README.md come from the JSON.
 """
@@ -43,8 +43,8 @@ class Candidate:
     other_text: bool = False
 
 
-def candidates() -> Iterator[Candidate]:
-    """All caches, in the order of the tables that they stand in."""
+def kvquant() -> Iterator[Candidate]:
+    """The comparisons of the KVQuant paper."""
     for b in BITS:
         yield from _datatypes(b)
     for k, v in (("token", "token"), ("channel", "channel"), ("channel", "token")):
@@ -93,6 +93,50 @@ def _datatypes(b: int) -> Iterator[Candidate]:
         (f"kivi {b}", f"kivi:bits={b}"),
     ):
         yield Candidate(table, label, cache)
+
+
+def squat_polarquant() -> Iterator[Candidate]:
+    """SQuat and PolarQuant beside methods of the same bits. Windows are those of each method unless the table says otherwise."""
+    window = "sink=0,recent=96,block=32"
+    for label, cache in (
+        ("exact", "dense"),
+        ("squat", "squat"),
+        ("squat_pre", "squat_pre"),
+        ("kivi", "kivi"),
+        ("kivi, keys before RoPE", "kivi:pre_rope=true"),
+        ("innerq, windows as kivi", f"innerq:{window}"),
+        ("innerq, 2 bits with the sign", f"innerq:total_bits=2,{window}"),
+        ("int2, windows as kivi", f"int2:group_size=32,{window}"),
+    ):
+        yield Candidate("2 bits, keys and values", label, cache)
+    for rank in (1, 5, 20, 64):
+        for lam in ("0.0001", "0.001", "0.01"):
+            yield Candidate("SQuat by rank and lambda", f"rank {rank}, lambda {lam}", f"squat:rank={rank},lam={lam}")
+    same = "cache:sink=0,recent=0,block=128"
+    for label, keys in (
+        ("exact", "dense"),
+        ("polarquant 4 + 4", "polarquant"),
+        ("polarquant 4 + 4, fixed cut", "polarquant:cut=fixed"),
+        ("polarquant 4 + 4, global grid", "polarquant:grid=global"),
+        ("kivi 4, groups of 128", "kivi:bits=4,group_size=128"),
+        ("kivi 4, groups of 32", "kivi:bits=4,group_size=32"),
+        ("int4", "int4"),
+        ("polarquant 4 + 2", "polarquant:radius_bits=2,group_size=64"),
+        ("polarquant 4 + 2, fixed cut", "polarquant:radius_bits=2,group_size=64,cut=fixed"),
+        ("polarquant 3 + 3", "polarquant:angle_bits=3,radius_bits=3,group_size=64"),
+        ("kivi 3, groups of 64", "kivi:bits=3,group_size=64"),
+        ("int3", "int3"),
+        ("polarquant 3 + 2", "polarquant:angle_bits=3,radius_bits=2,group_size=64"),
+        ("polarquant 2 + 2", "polarquant:angle_bits=2,radius_bits=2,group_size=64"),
+        ("kivi 2, groups of 64", "kivi:bits=2,group_size=64"),
+    ):
+        yield Candidate("Keys alone, the same windows (block 128, no recent)", label, f"k={keys}+v=dense+{same}")
+
+
+SUITES = {
+    "kvquant": ("Quality of KVQuant and the formats that it is compared with", kvquant),
+    "squat_polarquant": ("Quality of SQuat and PolarQuant", squat_polarquant),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +248,7 @@ def run(options: argparse.Namespace) -> QualityReport:
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(options, pathlib.Path(work))
         bench.rows()  # refuses a short text before the first minutes are spent
+        title, candidates = SUITES[options.suite]
         chosen = [c for c in candidates() if options.only is None or options.only in c.table]
         measured: dict[tuple[str, bool], QualityRow] = {}
         rows = []
@@ -214,7 +259,7 @@ def run(options: argparse.Namespace) -> QualityReport:
             rows.append(dataclasses.replace(measured[key], table=candidate.table, label=candidate.label, cache=candidate.cache))
             print(f"{candidate.label:55s} perplexity {rows[-1].perplexity:8.3f}  KL {rows[-1].kl:.5f}", file=sys.stderr, flush=True)
         return QualityReport(
-            title="Quality of KVQuant and the formats that it is compared with",
+            title=title,
             command=_command(options),
             date=datetime.date.today().isoformat(),
             model="the embedded Llama, float32",
@@ -231,7 +276,7 @@ def _command(options: argparse.Namespace) -> str:
     """The command line, with files by their names."""
     texts = (f"--{name.replace('_', '-')} {getattr(options, name).name}" for name in ("text", "calibration_text", "other_calibration_text"))
     sizes = (f"--{name} {getattr(options, name)}" for name in ("windows", "window", "samples", "length"))
-    return " ".join(["python -m benchmarks.quality", *texts, *sizes, f"--json {options.json.name}"])
+    return " ".join(["python -m benchmarks.quality", options.suite, *texts, *sizes, f"--json {options.json.name}"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -240,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    made.add_argument("suite", choices=tuple(SUITES), help="whose comparisons")
     made.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="what is scored")
     made.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="what caches are calibrated on")
     made.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="another such text")

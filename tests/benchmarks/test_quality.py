@@ -15,9 +15,9 @@ TEXTS = [f"--{name}={PASSAGE}" for name in ("text", "calibration-text", "other-c
 
 def test_a_run_calibrates_measures_and_makes_a_table(tmp_path, monkeypatch):
     chosen = [Candidate("A", "exact", "dense"), Candidate("A", "two bits", "kvquant:bits=2"), Candidate("B", "again", "kvquant:bits=2")]
-    monkeypatch.setattr(quality, "candidates", lambda: iter(chosen))
+    monkeypatch.setitem(quality.SUITES, "kvquant", ("A title", lambda: iter(chosen)))
     file = tmp_path / "quality_test.json"
-    quality.main([*TEXTS, "--windows=2", "--window=96", "--samples=2", "--length=128", f"--json={file}"])
+    quality.main(["kvquant", *TEXTS, "--windows=2", "--window=96", "--samples=2", "--length=128", f"--json={file}"])
     report = QualityReport.read(file)
     exact, coded, again = report.rows
     assert exact.kl == pytest.approx(0, abs=1e-5)
@@ -30,12 +30,13 @@ def test_a_run_calibrates_measures_and_makes_a_table(tmp_path, monkeypatch):
 
 def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        quality.main([*TEXTS, "--windows=1000", f"--json={tmp_path / 'none.json'}"])
+        quality.main(["kvquant", *TEXTS, "--windows=1000", f"--json={tmp_path / 'none.json'}"])
     assert stopped.value.code == 2
     assert "fewer than 1000 windows" in capsys.readouterr().err
     assert not (tmp_path / "none.json").exists()
 
 
 def test_every_cache_of_the_tables_is_a_cache():
-    for candidate in quality.candidates():
-        quality.kvq.parse(candidate.cache)
+    for _, candidates in quality.SUITES.values():
+        for candidate in candidates():
+            quality.kvq.parse(candidate.cache)
