@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvq_jax.array_types import ModelDims
@@ -54,6 +55,8 @@ class Method(abc.ABC):
     summary: ClassVar[str]
     source: ClassVar[str]
     prompt_statistics: ClassVar[bool] = False
+    reads_queries: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
     @abc.abstractmethod
     def windows(self) -> Windows:

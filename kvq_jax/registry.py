@@ -8,11 +8,14 @@ from kvq_jax.methods.formats import INT_METHODS, NORMAL_FLOAT_METHODS
 from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvquant import KVQuant
+from kvq_jax.methods.squat import Squat, SquatPre
 
 METHODS: dict[str, type[Method]] = {
     "dense": Dense,
     "kivi": Kivi,
     "innerq": InnerQ,
     "kvquant": KVQuant,
+    "squat": Squat,
+    "squat_pre": SquatPre,
     **{method.name: method for method in (*INT_METHODS, *NORMAL_FLOAT_METHODS)},
 }

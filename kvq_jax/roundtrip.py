@@ -33,8 +33,12 @@ def roundtrip_layer(spec: CacheSpec | str, inputs: LayerInputs, params: Tree = (
 def roundtrip(spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None) -> tuple[RowsBKTH, RowsBKTH]:
     """(k_hat, v_hat) of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] for methods that look at queries.
 
-    For methods without parameters that cache keys after RoPE; the others need `roundtrip_layer`.
+    For methods without parameters that cache keys after RoPE; the others need `roundtrip_layer`. ValueError where a method looks at queries
+    and q is None.
     """
+    spec = parse(spec)
+    if q is None and (spec.k.reads_queries or spec.v.reads_queries):
+        raise ValueError(f"{str(spec)!r} looks at queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     inputs = LayerInputs(None, None, k if q is None else q, None, k, v, positions, jnp.ones((batch, tokens), bool), None)

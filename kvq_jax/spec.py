@@ -2,6 +2,7 @@
 
     SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
     METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
+    preset=NAME among the options stands for the method's options of that name; what is written beside it wins
     values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
 
 `sink`, `recent`, `block` and `skip_layers` belong to the cache; in a single METHOD they stand among its options. `parse(str(spec)) ==
@@ -71,6 +72,7 @@ def parse(text: str | CacheSpec) -> CacheSpec:
     parts = text.strip().split("+")
     if len(parts) == 1 and parts[0][:2] not in ("k=", "v="):
         name, options = _split(parts[0])
+        options = _with_preset(name, options)
         cache = {key: options.pop(key) for key in CACHE_OPTIONS if key in options}
         k = v = _method(name, options)
     else:
@@ -93,7 +95,8 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         misplaced = [o for o in CACHE_OPTIONS if o in options]
         if misplaced:
             raise ValueError(f"cache {text!r}: {misplaced[0]} belongs to the cache; write +cache:{misplaced[0]}={options[misplaced[0]]}")
-        methods.append(_method(name, options))
+        options = _with_preset(name, options)
+        methods.append(_method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS}))  # a preset may name windows
     cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
     unknown = [o for o in cache if o not in CACHE_OPTIONS]
     if unknown:
@@ -114,15 +117,31 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
-def _method(name: str, options: dict[str, str]) -> Method:
+def _kind(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
-    kind = METHODS[name]
+    return METHODS[name]
+
+
+def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
+    """The options with `preset` replaced by those that it stands for, as far as they are not given."""
+    presets = _kind(name).presets
+    if not presets or "preset" not in options:
+        return options
+    chosen = options["preset"]
+    if chosen not in presets:
+        raise ValueError(f"{name}:preset={chosen} is unknown; presets: {', '.join(presets)}")
+    given = {key: text for key, text in options.items() if key != "preset"}
+    return _split(f"{name}:{presets[chosen]}")[1] | given
+
+
+def _method(name: str, options: dict[str, str]) -> Method:
+    kind = _kind(name)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     values = {}
     for key, text in options.items():
         if key not in fields:
-            allowed = ", ".join((*fields, *CACHE_OPTIONS))
+            allowed = ", ".join((*fields, *(("preset",) if kind.presets else ()), *CACHE_OPTIONS))
             raise ValueError(f"unknown option {key!r} of {name}; options: {allowed}")
         values[key] = _value(f"{name}:{key}", text, fields[key])
     return kind(**values)

@@ -54,6 +54,8 @@ METHOD_CASES = (
         0.0688,
     ),
     MethodCase("kvquant2_nf_keys", "k=kvquant:bits=2,datatype=nf,outliers=0.02+v=int2+cache:sink=5,recent=0,block=16", 2.65625, 0.2717),
+    MethodCase("squat2", "squat:rank=3,lam=0.01,sink=0,recent=12,block=16", 3.5, 0.433),
+    MethodCase("squat3_pre", "squat_pre:bits=3,k_bits=4,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8", 8.5, 0.1372),
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 

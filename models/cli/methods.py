@@ -51,6 +51,7 @@ def describe(kind: type[Method]) -> dict[str, Any]:
         "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
         "windows": dataclasses.asdict(windows),
         "prompt_statistics": kind.prompt_statistics,
+        "presets": dict(kind.presets),
         "options": [
             {
                 "name": f.name,
@@ -70,6 +71,8 @@ def _print_method(method: dict[str, Any]) -> None:
     print(f"  source: {method['source']}")
     print(f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}")
     print(f"  exact windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
+    for name, options in method["presets"].items():
+        print(f"  preset={name}: {options}")
     rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]
     if rows:
         print_table("", ("option", "default", "allowed", "meaning"), rows)

@@ -135,13 +135,27 @@ def boundary_lengths(plan: LayerPlan) -> np.ndarray:
 
 
 def run(
-    plan: LayerPlan, state: LayerState, tokens: Sequences, prompt: np.ndarray, stop: np.ndarray, step: int = STEP, padding: float = np.nan
+    plan: LayerPlan,
+    state: LayerState,
+    tokens: Sequences,
+    prompt: np.ndarray,
+    stop: np.ndarray,
+    step: int = STEP,
+    padding: float = np.nan,
+    stats: Any = None,
 ) -> tuple[np.ndarray, LayerState]:
-    """Prefills `prompt` tokens of each row and decodes up to `stop`: (outputs [B, N, S, H], NaN where no token was decoded; the state)."""
+    """Prefills `prompt` tokens of each row and decodes up to `stop`: (outputs [B, N, S, H], NaN where no token was decoded; the state).
+    With `stats`, these are the statistics of the prompts, whatever the prompts are."""
     capacity = plan.regions.capacity
     outputs = np.full((*tokens.q.shape[:2], capacity + step, tokens.q.shape[3]), np.nan, np.float32)
+    if stats is not None:
+        state = dataclasses.replace(state, stats=stats)
     if prompt.max() > 0:
-        _, state, _ = prefill(plan, parameters_of(plan), state, tokens.window(np.zeros_like(prompt), prompt, capacity, padding), ())
+        inputs = tokens.window(np.zeros_like(prompt), prompt, capacity, padding)
+        if stats is None:
+            _, state, _ = prefill(plan, parameters_of(plan), state, inputs, ())
+        else:
+            state = append(plan, parameters_of(plan), state, inputs, prefill=True)
     at = np.array(prompt)
     while (at < stop).any():
         out, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, stop, step, padding), ())

@@ -33,10 +33,11 @@ def prompts_of(lengths: np.ndarray) -> np.ndarray:
 
 @cases()
 def test_prefill_then_decode_equals_longer_prefill(case: MethodCase):
+    """Where the prompt fixes statistics, the shorter one is given those of the longer."""
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
     _, whole = run(plan, state, tokens, lengths, lengths)
-    _, split = run(plan, state, tokens, prompts_of(lengths), lengths)
+    _, split = run(plan, state, tokens, prompts_of(lengths), lengths, stats=whole.stats)
     first, second = live(plan, whole, lengths), live(plan, split, lengths)
     if not case.same_codes_in_decode:
         first, second = ({k: v for k, v in d.items() if not k.startswith("body")} for d in (first, second))
@@ -142,12 +143,14 @@ def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     np.testing.assert_array_equal(after.stats[0], later.stats[0])
 
 
-@cases("innerq2", "mixed")
+@cases("innerq2", "mixed", "squat2", "squat3_pre")
 def test_codes_are_equal_when_given_the_same_statistics(case: MethodCase):
     plan, state = empty(case.spec)
-    given = jax.tree.map(lambda s: jnp.full(s.shape, 1.75, s.dtype), state.stats)
-    state = dataclasses.replace(state, stats=given)
     tokens, lengths, zero = sequences(seed=3), np.full(8, plan.regions.capacity, np.int32), np.zeros(8, np.int32)
-    whole = append(plan, parameters_of(plan), state, tokens.window(zero, lengths, plan.regions.capacity), prefill=True)
-    _, steps = run(plan, state, tokens, zero, lengths)
+    _, other = run(plan, state, sequences(seed=4), lengths, lengths)
+    given = dataclasses.replace(state, stats=other.stats)
+    whole = append(plan, parameters_of(plan), given, tokens.window(zero, lengths, plan.regions.capacity), prefill=True)
+    _, steps = run(plan, given, tokens, zero, lengths)
     assert not differences(live(plan, whole, lengths), live(plan, steps, lengths))
+    _, without = run(plan, state, tokens, zero, lengths)
+    assert differences(live(plan, whole, lengths), live(plan, without, lengths)), "other statistics go unnoticed"

@@ -227,6 +227,9 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
         assert f"{name}: {kind.summary}" in text
         for option in found[name]["options"]:
             assert option["name"] in text, f"{name}: option {option['name']} is not printed"
+        assert found[name]["presets"] == kind.presets
+        for preset in kind.presets:
+            assert f"preset={preset}: {kind.presets[preset]}" in text
         for spec, bits in found[name]["average_bits"].items():
             kvq.parse(spec)
             assert 1 < bits <= 16, f"{spec} stores {bits} bits"

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.codec import Codec, Side
+from kvq_jax.group_codec import GroupCodec
 from kvq_jax.method import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
@@ -44,7 +45,7 @@ class Squat(Method):
     lam: float = option(0.001, "weight of the subspace against fidelity, lambda; 0 is KIVI")
     block_channels: int = option(0, "channels that are quantized between two corrections, g (0: half the head dim)")
     normalize: bool = option(False, "divide the squared singular values by the prompt's length, with which they grow")
-    solver: Solver = option("exact", "of the subspace: eigenvectors, or 10 steps of block power iteration", choices=("exact", "power"))
+    solver: Solver = option("eigh", "of the subspace: all eigenvectors, or 10 steps of block power iteration", choices=("eigh", "power"))
     shared_subspace: bool = option(False, "the paper's sharing: all sequences of a batch take the subspace of the first (an experiment)")
     scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
 
@@ -69,6 +70,7 @@ class Squat(Method):
             raise ValueError(f"block_channels={width} leaves no channel to correct at head_dim {channels}: take less, or kivi")
         if side == "v" or self.lam == 0:
             return plain
+        assert isinstance(plain, GroupCodec)  # what KIVI makes of keys
         return SquatCodec(
             side=side,
             format=plain.format,

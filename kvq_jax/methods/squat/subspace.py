@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-Solver = Literal["exact", "power"]
+Solver = Literal["eigh", "power"]
 
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
 POWER_STEPS = 10  # as many as the public code takes
@@ -52,7 +52,7 @@ def gram(queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: i
 def directions(matrix: Float[Array, "B K H H"], rank: int, solver: Solver) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
     """(S^2 in falling order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values and right
     singular vectors. `power` iterates on a block of vectors, from a fixed start, and is approximate."""
-    if solver == "exact":
+    if solver == "eigh":
         values, vectors = jnp.linalg.eigh(matrix)
     else:
         basis = _power_iteration(matrix, min(rank + POWER_SPARE, matrix.shape[-1]))
@@ -68,9 +68,7 @@ def _power_iteration(matrix: Float[Array, "B K H H"], width: int) -> Float[Array
     return lax.fori_loop(0, POWER_STEPS, lambda _, b: jnp.linalg.qr(_product("bkhi,bkir->bkhr", matrix, b))[0], basis)
 
 
-def updates(
-    values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int
-) -> Float[Array, "B K H-block H-last"]:
+def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int) -> Float[Array, "B K H-block H-last"]:
     """All B_t H_t in one array, fp32: entry [h - block, c] is what an error of channel c adds to the channel h of a later block; 0 where h
     is of the same block or an earlier one. Its columns are all blocks but the last.
 
