@@ -158,7 +158,7 @@ def attention_tasks(shape: Shape, hows: Sequence[Launch], specs: Sequence[str] =
     return [Planned("attention", name, make) for name, make in found.items()]
 
 
-def _task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
+def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
     size = (shape.batch, shape.kv_heads, shape.group, shape.head_dim)
 
     def start() -> tuple[Array, Array]:
@@ -170,7 +170,7 @@ def _task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
     return Task(bf16, moved_bytes, moved_bytes, fields.pop("temp_bytes", 0), start=start, feed=feed, **fields)
 
 
-def _compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
+def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
     """(found, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
     k, v = rows
     q, found = checked_part((q, out))
@@ -189,13 +189,13 @@ def _fused(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
         part = decode_attention(x[0], (k_side, k), (v_side, v), x[1], capacity=shape.tokens, how=how)
         return part.o / jnp.maximum(part.l, 1e-30)
 
-    return _task(
+    return attention_task(
         shape,
         spec == "dense",
         bytes_of(leaves),
         copy=lambda seed: tuple(random_body(body, seed * 2 + jnp.uint32(i)) for i, body in enumerate(leaves)),
         calls=tuple((name_of(how), jax.jit(functools.partial(call, how))) for how in hows),
-        check=lambda x, copy, out: _compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
+        check=lambda x, copy, out: compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
         idle=lambda x: (x[0], jnp.zeros_like(x[1])),
     )
 
@@ -208,14 +208,14 @@ def _dequantized(shape: Shape) -> Task:
         rows = lax.optimization_barrier(tuple(exact_rows(*pair).astype(jnp.bfloat16) for pair in zip(leaves, copy, strict=True)))
         return _naive(x[0], *rows)
 
-    return _task(
+    return attention_task(
         shape,
         False,
         bytes_of(leaves),
         temp_bytes=_exact_bytes(shape),
         copy=lambda seed: tuple(random_body(body, seed * 2 + jnp.uint32(i)) for i, body in enumerate(leaves)),
         calls=(("", call),),
-        check=lambda x, copy, out: _compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
+        check=lambda x, copy, out: compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
     )
 
 
@@ -230,10 +230,10 @@ def _others(shape: Shape, attend: Callable[..., Array], axes: str) -> Task:
 
     def check(x: tuple[Array, Array], copy: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
         if axes == "BSKH":
-            return _compared(x[0], (jnp.swapaxes(a[:1, :, :CHECKED_HEADS], 1, 2) for a in copy), out)
-        return _compared(x[0], checked_part(copy), out)
+            return compared(x[0], (jnp.swapaxes(a[:1, :, :CHECKED_HEADS], 1, 2) for a in copy), out)
+        return compared(x[0], checked_part(copy), out)
 
-    return _task(
+    return attention_task(
         shape,
         True,
         _exact_bytes(shape),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
+from benchmarks import kvquant_candidates, paper_tables
 from benchmarks.common import Shape
 from benchmarks.device_timing import SHORT, Timing, bandwidth_samples
 from benchmarks.kernel_candidates import MODELS, SPECS, Planned, attention_tasks, shape_of
@@ -25,7 +26,9 @@ from benchmarks.kernel_run import FatalError, run_case
 from benchmarks.product_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
 from pallas_kernels._launch import Launch
 
-SECTIONS = ("attention", "products", "quantize")
+ALL_SPECS = (*SPECS, *kvquant_candidates.ATTENTION_SPECS)
+SECTIONS = ("attention", "products", "quantize", "kvquant")
+KVQUANT = kvquant_candidates.MODEL
 LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
 RESTART = 3  # exit status that asks for another run with --resume
 
@@ -45,7 +48,11 @@ class Case:
 
     def tasks(self, hows: Sequence[Launch], specs: Sequence[str]) -> list[Planned]:
         if self.section == "attention":
-            return attention_tasks(self.shape, hows, specs)
+            tables = [spec for spec in specs if spec.startswith("kvquant")]
+            others = [spec for spec in specs if spec not in tables]
+            return attention_tasks(self.shape, hows, others) + kvquant_candidates.attention_tasks(self.shape, hows, tables)
+        if self.section == "kvquant":
+            return kvquant_candidates.table_tasks(self.shape, hows)
         return product_tasks(self.shape, hows) if self.section == "products" else quantize_tasks(self.shape, hows)
 
 
@@ -60,6 +67,7 @@ def default_cases() -> list[Case]:
 
     found = attention("Llama-3.1-8B", (32768, 16), (131072, 1), (4096, 16), both=True)
     found += attention("Llama-3.1-8B", (32768, 1), (4096, 1), (131072, 16))
+    found += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
     found += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
     for model in ("Llama-3.2-1B", "Llama-2-7B", "Llama-2-13B"):
         found += attention(model, (32768, 16), (32768, 1))
@@ -86,6 +94,8 @@ def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
         cases = [Case("attention", model, shape_of(model, tokens, batch), both=True)]
         if model in PAPER_MODELS:
             cases += [Case(section, model, paper_shape(model, tokens)) for section in ("products", "quantize")]
+        if (model, batch) == (KVQUANT, 1):
+            cases.append(Case("kvquant", model, shape_of(model, tokens, batch)))
         found += [case for case in cases if case.section in sections]
     return found
 
@@ -97,7 +107,7 @@ def run(
     timing: Timing,
     *,
     hows: Sequence[Launch] = (),
-    specs: Sequence[str] = SPECS,
+    specs: Sequence[str] = ALL_SPECS,
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
@@ -183,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
         "--shapes", nargs="+", default=[], metavar="MODEL:TOKENS:BATCH", help=f"not the usual ones; models: {', '.join(MODELS)}"
     )
     made.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
-    made.add_argument("--cache", nargs="+", default=SPECS, metavar="SPEC", help="caches whose kernels attend")
+    made.add_argument("--cache", nargs="+", default=ALL_SPECS, metavar="SPEC", help="caches whose kernels attend")
     made.add_argument(
         "--arithmetic", nargs="+", choices=("asm", "jnp"), default=[], help="of the kernels; both at some shapes if not given"
     )

@@ -1,4 +1,6 @@
-"""The InnerQ paper's latency tables in their own layout, with our times beside theirs.
+"""The latency tables of two papers in their own layout, with our times beside theirs.
+
+Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization (2024), Table 22.
 
 Tayaranian et al., InnerQ: Hardware-aware Tuning-free Quantization of KV Cache for Large Language Models (2026): Table 3 (inner grouping
 against torch.matmul in half precision) and Table 4 (against outer grouping), milliseconds on an RTX 4090, batch 1, 2 bits, groups of 32,
@@ -11,6 +13,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from benchmarks.kernel_report import KernelReport, KernelRow
+from benchmarks.kvquant_candidates import BLOCK, PARTS
+from benchmarks.kvquant_candidates import MODEL as KVQUANT_MODEL
+from benchmarks.kvquant_candidates import SECTIONS as KVQUANT_SECTIONS
 from benchmarks.product_candidates import EXACT, INNER, OUTER, PAPER_MODELS, SCHEMES
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -42,6 +47,24 @@ TABLE_4 = {  # model: (outer, inner)
         (0.012, 0.017, 0.027, 0.049, 0.090, 0.175, 0.342, 0.675, 1.344),
     ),
 }
+KVQUANT_LENGTHS = (2048, 4096, 16384)
+TABLE_22 = {  # microseconds on an A6000 by part, one entry for each length
+    "k": {
+        "fp16": (33.3, 59.1, 219.4),
+        "packing": (4.5, 4.5, 4.5),
+        "dense": (13.0, 24.1, 87.6),
+        "sparse": (8.1, 11.2, 34.2),
+        "total": (25.6, 39.9, 126.3),
+    },
+    "v": {
+        "fp16": (26.0, 50.2, 203.7),
+        "packing": (4.1, 4.1, 4.1),
+        "dense": (10.0, 17.8, 62.0),
+        "sparse": (7.9, 15.9, 58.2),
+        "total": (22.1, 37.9, 124.5),
+    },
+}
+TABLE_22_HEADER = ("fp16 Matvec", "Packing", "Dense Matvec", "Sparse Matvec", "Total")
 PRODUCTS = {"scores": "q K^T", "values": "p V"}
 Times = dict[int, float]  # milliseconds by length
 
@@ -65,6 +88,8 @@ def tables(report: KernelReport) -> list[Table]:
         ]
     if any(row.section == "quantize" for row in report.rows):
         found.append(_quantize_table(report))
+    if any(row.section in KVQUANT_SECTIONS.values() for row in report.rows):
+        found.append(_kvquant_table(report))
     return found
 
 
@@ -114,6 +139,24 @@ def _quantize_table(report: KernelReport) -> Table:
     )
     header = ("model", "rows", "scheme", *map(str, LENGTHS))
     return Table("InnerQ's Figure 4: quantizing and packing bf16 rows", note, header, _filled(lines))
+
+
+def _kvquant_table(report: KernelReport) -> Table:
+    lines = []
+    for (side, section), name in zip(KVQUANT_SECTIONS.items(), ("Key", "Value"), strict=True):
+        ours = {part: _times(_rows(report, section, KVQUANT_MODEL, part)) for part in PARTS}
+        for i, length in enumerate(KVQUANT_LENGTHS):
+            theirs = [f"{TABLE_22[side][part][i]:.1f}" for part in PARTS]
+            lines.append((name, str(length), "paper, A6000", *theirs))
+            divided = {part: BLOCK if part == "packing" else 1 for part in PARTS}
+            cells = [f"{1e3 * ours[part][length] / divided[part]:.1f}" if length in ours[part] else "" for part in PARTS]
+            lines.append((name, str(length), f"here, {report.device}", *cells))
+    note = (
+        "Microseconds; nuq4-1%, LLaMA-2-7B (32 heads of 128), batch 1. Total is one measurement, with packing for the paper and without "
+        f"for us: {BLOCK} tokens are packed together, and the cell is a {BLOCK}th of that. Keys are rotated while they are read; fp16 keys "
+        f"are read after RoPE. {_largest_error(report, *KVQUANT_SECTIONS.values())}"
+    )
+    return Table("KVQuant's Table 22: reading nuq4-1% keys and values", note, ("side", "l", "where", *TABLE_22_HEADER), lines)
 
 
 def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from kvq_jax.methods.formats import INT_METHODS, NORMAL_FLOAT_METHODS
 from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvquant import KVQuant
+from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
 
 METHODS: dict[str, type[Method]] = {
@@ -15,6 +16,7 @@ METHODS: dict[str, type[Method]] = {
     "kivi": Kivi,
     "innerq": InnerQ,
     "kvquant": KVQuant,
+    "polarquant": PolarQuant,
     "squat": Squat,
     "squat_pre": SquatPre,
     **{method.name: method for method in (*INT_METHODS, *NORMAL_FLOAT_METHODS)},

@@ -85,7 +85,7 @@ def weighted_values(
     )(weights, *arrays)
     total = jnp.sum(parts, axis=2)[..., :: columns // rows]  # [B, K, C, W, rows]
     found = jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
-    more = side.more_values(p, stored, jnp.full((batch,), capacity))
+    more = side.more_values(p.astype(jnp.float32), stored, jnp.full((batch,), capacity))
     return found if more is None else found + more
 
 

@@ -56,6 +56,12 @@ METHOD_CASES = (
     MethodCase("kvquant2_nf_keys", "k=kvquant:bits=2,datatype=nf,outliers=0.02+v=int2+cache:sink=5,recent=0,block=16", 2.65625, 0.2717),
     MethodCase("squat2", "squat:rank=3,lam=0.01,sink=0,recent=12,block=16", 3.5, 0.433),
     MethodCase("squat3_pre", "squat_pre:bits=3,k_bits=4,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8", 8.5, 0.1372),
+    MethodCase("polar44", "polarquant:group_size=16,sink=2,recent=3", 11.0, 0.1121),
+    MethodCase("polar42_fixed", "polarquant:angle_bits=4,radius_bits=2,group_size=8,cut=fixed,sink=1,block=16", 11.5, 0.1993),
+    MethodCase(
+        "polar32_kivi", "k=polarquant:angle_bits=3,radius_bits=2,group_size=16+v=kivi:bits=4+cache:sink=0,recent=4,block=16", 4.75, 0.3327
+    ),
+    MethodCase("polar_global", "k=polarquant:angle_bits=5,grid=global+v=innerq:bits=2+cache:sink=0,recent=8,block=16", 4.75, 0.2139),
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernel_run, kernels, paper_tables, plots, product_candidates, step, tables
+from benchmarks import kernel_run, kernels, kvquant_candidates, paper_tables, plots, product_candidates, step, tables
 from benchmarks.common import Shape
 from benchmarks.device_timing import Timing, random_words, timing_loop, uniform
 from benchmarks.kernel_candidates import MODELS, SPECS, Planned, attention_tasks, shape_of
@@ -27,6 +27,7 @@ CASES = (
     Case("attention", MODEL, Shape(2, 256, 64, 2, 2)),
     Case("products", MODEL, Shape(1, 512, 64, 1, 1)),
     Case("quantize", MODEL, Shape(1, 512, 64, 1, 1)),
+    Case("kvquant", "Llama-2-7B", Shape(1, 2048, 64, 2, 1)),
 )
 TINY = LlamaConfig(
     vocab_size=64,
@@ -50,7 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     made = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product_candidates, "SCHEMES", ("asym",))
-        kernels.run(CASES, empty(), made / "kernels_cpu.json", TIMING, hows=INTERPRETED, specs=("dense", "kivi:bits=2"), threads=2)
+        kernels.run(
+            CASES,
+            empty(),
+            made / "kernels_cpu.json",
+            TIMING,
+            hows=INTERPRETED,
+            specs=("dense", "kivi:bits=2", "kvquant:bits=3,outliers=0.02"),
+            threads=2,
+        )
     report = KernelReport.here("Steps of a test", ("benchmarks.step",))
     step.run([(256, 2)], ("dense", "kivi:bits=4"), ("interpreted", "xla"), step.random_llama(TINY), report, made / "step_cpu.json", TIMING)
     return made
@@ -65,7 +74,8 @@ def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_no
     expected = {("bandwidth", "copy"), ("bandwidth", "read")}
     expected |= {("attention", task.candidate) for task in attention_tasks(CASES[0].shape, INTERPRETED, ("dense", "kivi:bits=2"))}
     expected |= {(task.section, task.candidate) for task in product_tasks(CASES[1].shape, INTERPRETED)}
-    expected |= {("quantize", "asym, keys"), ("quantize", "asym, values")}
+    expected |= {("quantize", "asym, keys"), ("quantize", "asym, values"), ("attention", "kvquant:bits=3,outliers=0.02")}
+    expected |= {(section, part) for section in kvquant_candidates.SECTIONS.values() for part in kvquant_candidates.PARTS}
     assert {(row.section, row.candidate) for row in report.rows} == expected
     assert report.running == []
     assert report.skipped == []
@@ -116,6 +126,10 @@ def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, r
     [inner] = [r for r in report.rows if r.section == "scores" and r.candidate == product_candidates.INNER]
     assert f"| {MODEL} | here, q K^T | inner | {inner.median_ms:.4f} |" in page
     assert "| Llama-3.1-8B | paper, RTX 4090 | torch.matmul | 0.036 |" in page
+    assert "| Key | 2048 | paper, A6000 | 33.3 | 4.5 | 13.0 | 8.1 | 25.6 |" in page
+    parts = [next(r for r in report.rows if (r.section, r.candidate) == ("kvquant values", part)) for part in kvquant_candidates.PARTS]
+    times = [1e3 * row.median_ms / (32 if row.candidate == "packing" else 1) for row in parts]
+    assert f"| Value | 2048 | here, {report.device} | {' | '.join(f'{time:.1f}' for time in times)} |" in page
     for row in KernelReport.read(folder / "step_cpu.json").rows:
         assert row.failure == "", row
         assert f"| {row.name} | {row.median_ms:.3f} |" in page, row
@@ -168,6 +182,22 @@ def test_shapes_left_out_for_lack_of_time_are_named(tmp_path: pathlib.Path):
 def test_attention_candidates_lower_for_cuda(spec: str, arithmetic: str):
     task = attention_tasks(shape_of("Llama-3.1-8B", 4096, 1), (Launch(arithmetic),), (spec,))[-1]
     assert "decode_attention" in lowered(task)
+
+
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
+def test_kvquant_candidates_lower_for_cuda(arithmetic: str):
+    shape, how = shape_of("Llama-3.1-8B", 4096, 1), (Launch(arithmetic),)
+    for task in kvquant_candidates.attention_tasks(shape, how, kvquant_candidates.ATTENTION_SPECS):
+        assert "decode_attention" in lowered(task), task.candidate
+    for task in kvquant_candidates.table_tasks(shape_of("Llama-2-7B", 2048, 1), how):
+        assert ("matvec" in lowered(task)) == (task.candidate in ("dense", "total")), task.candidate
+
+
+def test_kvquants_times_are_typed_as_printed():
+    """The paper's total is the sum of its parts, each rounded."""
+    for parts in paper_tables.TABLE_22.values():
+        for packing, dense, sparse, total in zip(*(parts[name] for name in ("packing", "dense", "sparse", "total")), strict=True):
+            assert packing + dense + sparse == pytest.approx(total, abs=0.25)
 
 
 PLANNED = [

@@ -1,0 +1,100 @@
+"""PolarQuant's options and its key codec. Equations and deviations: README.md beside this file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from kvq_jax import polar
+from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
+from kvq_jax.codec import Codec, Side, side_rows
+from kvq_jax.method import Method, Windows, option
+from kvq_jax.methods.dense.method import DenseCodec
+from kvq_jax.polar import Cut, Grid, Polar, PolarFormat
+from kvq_jax.quantized import resolve_group
+from kvq_jax.uniform import saturation_limit
+
+BITS = (1, 2, 3, 4, 5, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolarCodec(Codec):
+    """Keys after RoPE in polar form. On the global grid the prompt fixes the step of each pair's radii."""
+
+    format: PolarFormat
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return side_rows(inputs, "k")
+
+    def body(self, batch: int, heads: int, tokens: int) -> Polar:
+        return polar.leaves(self.format, batch, heads, tokens)
+
+    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+        """step_i = max_t r_ti / (2^radius_bits - 1) over the prompt's valid, finite pairs from position `first` on, 1 where there are none.
+        [B, K, 1, H/2] fp32; () where radii have groups."""
+        if self.format.grid == "grouped":
+            return ()
+        radius, _, finite = polar.to_polar(self.rows(params, inputs), saturation_limit(self.format.scale_dtype))
+        counted = (inputs.valid & (inputs.positions >= first))[:, None, :, None] & finite
+        largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
+        return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
+
+    def initial_statistics(self, batch: int, heads: int) -> Tree:
+        return jnp.ones((batch, heads, 1, self.format.half), jnp.float32) if self.format.grid == "global" else ()
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Polar:
+        return polar.quantize(rows, self.format, stats if self.format.grid == "global" else None)
+
+    def decode(self, params: Tree, stats: Tree, body: Polar) -> RowsBKTH:
+        return polar.dequantize(body, stats if self.format.grid == "global" else None)
+
+    def kernel_side(self) -> Any:
+        from kvq_jax.attention.kernel_sides import polar as side
+
+        f = self.format
+        return side(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
+
+    @property
+    def _most(self) -> int:
+        return (1 << self.format.radius_bits) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PolarQuant(Method):
+    """Keys as angle and radius of each RoPE pair; values exact. Wu et al., PolarQuant, section 3."""
+
+    name: ClassVar[str] = "polarquant"
+    summary: ClassVar[str] = "keys as angle and radius of each RoPE pair; values exact, or another method's (k=polarquant+v=...)"
+    source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
+    prompt_statistics: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, str]] = {
+        "m4n4": "angle_bits=4,radius_bits=4,group_size=128",
+        "m4n2": "angle_bits=4,radius_bits=2,group_size=64",
+        "paper-v1": "angle_bits=4,radius_bits=4,grid=global",
+    }
+
+    angle_bits: int = option(4, "bits of an angle", choices=BITS)
+    radius_bits: int = option(4, "bits of a radius", choices=BITS)
+    group_size: int = option(128, "tokens that share the steps of a pair's radii and angles")
+    grid: Grid = option(
+        "grouped",
+        "global: the full circle, and one step of the radii for a sequence (the paper's first version)",
+        choices=("grouped", "global"),
+    )
+    cut: Cut = option("gap", "where a group's circle of angles is opened: in its largest gap, or at angle 0", choices=("gap", "fixed"))
+    scale_dtype: str = option("float16", "dtype of steps and least values", choices=("float16", "bfloat16", "float32"))
+
+    def windows(self) -> Windows:
+        return Windows(sink=0, recent=0, block=self.group_size)
+
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        if side == "v":
+            return DenseCodec("v", dims.head_dim, dtype)
+        if dims.head_dim % 2:
+            raise ValueError(f"head_dim {dims.head_dim} has no pairs: PolarQuant needs an even one")
+        group = resolve_group(self.group_size, block, "the block of tokens") if self.grid == "grouped" else block
+        format = PolarFormat(self.angle_bits, self.radius_bits, dims.head_dim, block, group, self.grid, self.cut, self.scale_dtype)
+        return PolarCodec(format)

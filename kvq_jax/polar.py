@@ -1,0 +1,159 @@
+"""The polar form of keys: an angle and a radius for each RoPE pair (i, i + H/2), coded together.
+
+    k_i = r cos(theta),  k_{i+H/2} = r sin(theta)               code = radius code << angle_bits | angle code
+
+    grouped   v ~ (code + 1/2) * step + least, with step = (most - least) / 2^b, for r and for theta of a pair and a group of tokens
+    global    theta ~ code * 2 pi / 2^b - pi,  r ~ code * step of the pair, one for the whole sequence
+
+Angles lie on a circle, so the least of a group depends on where the circle is cut open. It is cut in the largest gap between a group's
+angles, which makes the range the smallest possible. Source: Wu et al., PolarQuant, sections 3.1 and 3.2, and its public code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.body import Leaf
+from kvq_jax.levels import look_up
+from kvq_jax.packing import PlaneLayout, Words, pack, plane_layout, unpack
+from kvq_jax.uniform import saturation_limit
+
+Grid = Literal["grouped", "global"]
+Cut = Literal["gap", "fixed"]
+TURN = 2 * math.pi
+
+Pairs = Float[Array, "B K T half"]
+OfGroups = Float[Array, "B K groups half"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolarFormat:
+    """How keys are coded. Static and hashable. cut: where the circle of a group's angles is opened, "fixed" at the angle 0."""
+
+    angle_bits: int
+    radius_bits: int
+    channels: int
+    block: int
+    group_size: int
+    grid: Grid = "grouped"
+    cut: Cut = "gap"
+    scale_dtype: str = "float16"
+
+    @property
+    def half(self) -> int:
+        return self.channels // 2
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return plane_layout(self.angle_bits + self.radius_bits, self.half, self.block)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Polar:
+    """words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token; the others [B, K, S/group, H/2], None on the global
+    grid: step and least of the radii and of the angles."""
+
+    words: Words
+    radius_scale: OfGroups | None
+    radius_zero: OfGroups | None
+    angle_scale: OfGroups | None
+    angle_zero: OfGroups | None
+    format: PolarFormat = dataclasses.field(metadata={"static": True})
+
+
+def leaves(format: PolarFormat, batch: int, heads: int, tokens: int) -> Polar:
+    """The `Polar` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+    layout = format.layout
+    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
+    of_groups = Leaf((batch, heads, tokens // format.group_size, format.half), format.scale_dtype, 2)
+    return Polar(words, *[of_groups if format.grid == "grouped" else None] * 4, format)  # type: ignore[arg-type]  # a tree of descriptions
+
+
+def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
+    """(radius, angle in [-pi, pi), which pairs are finite) in fp32. A NaN counts as 0, an infinite entry as one of magnitude `limit`, which
+    bounds radii too."""
+    x, y = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
+    finite = jnp.isfinite(x) & jnp.isfinite(y)
+    x, y = (jnp.where(jnp.isnan(part), 0, jnp.clip(part, -limit, limit)) for part in (x, y))
+    angle = jnp.arctan2(y, x)
+    return jnp.minimum(jnp.hypot(x, y), limit), jnp.where(angle >= math.pi, -math.pi, angle), finite
+
+
+def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Array, "B K 1 half"] | None = None) -> Polar:
+    """Codes keys [B, K, T, H] after RoPE, T a multiple of the block. step: of the radii, on the global grid."""
+    radius, angle, finite = to_polar(rows, saturation_limit(format.scale_dtype))
+    if format.grid == "global":
+        assert step is not None, "the global grid has a step for each pair"
+        codes = _global_codes(radius, angle, step, format)
+        return Polar(pack(codes, format.layout), None, None, None, None, format)
+    r, a = (_in_groups(part, format.group_size) for part in (radius, angle))
+    counted = _in_groups(finite, format.group_size)
+    radius_codes, radius_scale, radius_zero = _floor_codes(r, counted, format.radius_bits, format)
+    start = _start(a, counted & (r > 0)) if format.cut == "gap" else jnp.zeros_like(a[:, :, :, :1])
+    a = start + jnp.mod(a - start, TURN)
+    angle_codes, angle_scale, angle_zero = _floor_codes(a, counted & (r > 0), format.angle_bits, format)
+    codes = (radius_codes << format.angle_bits | angle_codes).reshape(radius.shape)
+    return Polar(pack(codes, format.layout), radius_scale, radius_zero, angle_scale, angle_zero, format)
+
+
+def dequantize(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K T H"]:
+    """fp32 keys [B, K, T, H]. cos and sin are chosen from those of a group's 2^angle_bits angles, made once for all its tokens."""
+    format = body.format
+    codes = unpack(body.words, format.layout).astype(jnp.uint16)
+    angle_codes, radius_codes = codes & jnp.uint16((1 << format.angle_bits) - 1), codes >> jnp.uint16(format.angle_bits)
+    entries = jnp.arange(1 << format.angle_bits, dtype=jnp.float32)
+    if format.grid == "global":
+        assert step is not None, "the global grid has a step for each pair"
+        radius = radius_codes.astype(jnp.float32) * step
+        angles = entries * (TURN / entries.size) - math.pi
+        return jnp.concatenate([radius * look_up(f(angles), angle_codes) for f in (jnp.cos, jnp.sin)], axis=-1)
+    assert body.radius_scale is not None and body.radius_zero is not None, "grouped radii have a step and a least"  # noqa: PT018
+    assert body.angle_scale is not None and body.angle_zero is not None, "grouped angles have a step and a least"  # noqa: PT018
+    scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.angle_scale, body.angle_zero))
+    angles = (entries.reshape(-1, 1, 1, 1, 1, 1) + 0.5) * scale[None] + zero[None]  # [entries, B, K, groups, 1, H/2]
+    r_scale, r_zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.radius_scale, body.radius_zero))
+    radius = (_in_groups(radius_codes, format.group_size).astype(jnp.float32) + 0.5) * r_scale + r_zero
+    chosen = _in_groups(angle_codes, format.group_size)
+    parts = [(radius * look_up(f(angles), chosen)).reshape(codes.shape) for f in (jnp.cos, jnp.sin)]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"], format: PolarFormat) -> Int[Array, "B K T half"]:
+    turns, most = 1 << format.angle_bits, (1 << format.radius_bits) - 1
+    angle_codes = jnp.mod(jnp.round((angle + math.pi) * (turns / TURN)), turns).astype(jnp.uint16)
+    radius_codes = jnp.clip(jnp.round(radius / jnp.where(step == 0, 1, step)), 0, most).astype(jnp.uint16)
+    return radius_codes << jnp.uint16(format.angle_bits) | angle_codes
+
+
+def _floor_codes(
+    v: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"], bits: int, format: PolarFormat
+) -> tuple[Int[Array, "B K groups size half"], OfGroups, OfGroups]:
+    """(codes, step, least): bins of the range of what counts, both ends as they are stored. A group where nothing counts has the bin 0."""
+    low, high = jnp.min(jnp.where(counted, v, jnp.inf), axis=3), jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
+    low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
+    step, least = ((high - low) / (1 << bits)).astype(format.scale_dtype), low.astype(format.scale_dtype)
+    wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
+    bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
+    return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least
+
+
+def _start(angle: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"]) -> Array:
+    """The angle in [-pi, pi) that ends the largest gap between the angles of a group. [B, K, groups, 1, H/2]."""
+    first = jnp.min(jnp.where(counted, angle, jnp.inf), axis=3, keepdims=True)
+    first = jnp.where(jnp.isfinite(first), first, 0)
+    ordered = jnp.sort(jnp.where(counted, angle, first), axis=3)
+    before = jnp.concatenate([ordered[:, :, :, -1:] - TURN, ordered[:, :, :, :-1]], axis=3)
+    return jnp.take_along_axis(ordered, jnp.argmax(ordered - before, axis=3, keepdims=True), axis=3)
+
+
+def _in_groups(v: Array, size: int) -> Array:
+    """[B, K, T, half] -> [B, K, T / size, size, half]."""
+    b, k, t, half = v.shape
+    return v.reshape(b, k, t // size, size, half)
