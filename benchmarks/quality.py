@@ -179,6 +179,7 @@ class QualityReport:
     model: str
     jax_version: str
     window: int
+    prompt: int
     samples: int
     sample_length: int
     text: Text
@@ -234,7 +235,7 @@ class Bench:
 
     def measure(self, candidate: Candidate) -> QualityRow:
         spec, config = kvq.parse(candidate.cache), self.llama.config
-        quality = measure(self.prepared(candidate), spec, self.rows())
+        quality = measure(self.prepared(candidate), spec, self.rows(), self.options.prompt)
         return QualityRow(
             **dataclasses.asdict(candidate),
             stored_bits=kvq.body_bits_per_element(spec, config),
@@ -265,6 +266,7 @@ def run(options: argparse.Namespace) -> QualityReport:
             model="the embedded Llama, float32",
             jax_version=jax.__version__,
             window=options.window,
+            prompt=options.prompt,
             samples=options.samples,
             sample_length=options.length,
             rows=tuple(rows),
@@ -275,7 +277,7 @@ def run(options: argparse.Namespace) -> QualityReport:
 def _command(options: argparse.Namespace) -> str:
     """The command line, with files by their names."""
     texts = (f"--{name.replace('_', '-')} {getattr(options, name).name}" for name in ("text", "calibration_text", "other_calibration_text"))
-    sizes = (f"--{name} {getattr(options, name)}" for name in ("windows", "window", "samples", "length"))
+    sizes = (f"--{name} {getattr(options, name)}" for name in ("windows", "window", "prompt", "samples", "length"))
     return " ".join(["python -m benchmarks.quality", options.suite, *texts, *sizes, f"--json {options.json.name}"])
 
 
@@ -292,6 +294,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
     made.add_argument("--windows", type=int, default=16, help="windows of the text")
     made.add_argument("--window", type=int, default=1024, help="tokens of a window")
+    made.add_argument("--prompt", type=int, default=0, help="tokens of a window that are a prompt, and not scored")
     made.add_argument("--samples", type=int, default=16, help="calibration samples")
     made.add_argument("--length", type=int, default=1024, help="tokens of a calibration sample")
     made.add_argument("--only", metavar="WORDS", help="only tables whose title holds these words")

@@ -94,16 +94,23 @@ def step_section(report: KernelReport, name: str) -> str:
 
 
 def quality_section(report: QualityReport, name: str) -> str:
-    """What caches do to predictions: a table for each comparison of the paper."""
-    used = f"{report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}"
-    parts = [
-        f"## {report.title}",
-        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}. Each token of windows of {report.window} "
-        f"tokens of {report.text.name} ({report.rows[0].tokens} tokens) is scored through the cache; calibrated on {used}; the other text "
-        f"is {report.other_calibration_text.name}. Stored bits are of a body element, windows left out; the paper's count is for a context "
-        f"of {report.window} tokens. With a KV width of 128, 1 % of outliers is 2 values of a token, 1.56 %. "
-        f"Raw numbers: [{name}]({name}).",
+    """What caches do to predictions: a table for each comparison."""
+    head = [
+        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}. Tokens of windows of {report.window} tokens of "
+        f"{report.text.name} are scored through the cache, {report.rows[0].tokens} in all."
     ]
+    if report.prompt:
+        head.append(f"The first {report.prompt} tokens of a window are a prompt and not scored.")
+    head.append(
+        "Stored bits are of a body element, windows left out; the KVQuant paper's count, where it has a rule, is for a context of "
+        f"{report.window} tokens."
+    )
+    if any(row.outlier_fraction for row in report.rows):
+        head.append(
+            f"Calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}; the other text is "
+            f"{report.other_calibration_text.name}. With a KV width of 128, 1 % of outliers is 2 values of a token, 1.56 %."
+        )
+    parts = [f"## {report.title}", " ".join([*head, f"Raw numbers: [{name}]({name})."])]
     for title, found in itertools.groupby(report.rows, key=lambda row: row.table):
         parts += [f"### {title}", table(QUALITY_HEADER, map(_quality_line, found))]
     return "\n\n".join(parts)

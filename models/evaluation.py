@@ -7,6 +7,7 @@ would have read, never by a simulation of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.cache import Cache, init_cache
 from kvq_jax.spec import CacheSpec, parse
-from models.decoding import decode_step
+from models.decoding import decode_step, prefill
 from models.llama import Llama, forward
 
 STEP = 32  # tokens of one decode step, which equals as many steps of one token
@@ -25,7 +26,7 @@ STEP = 32  # tokens of one decode step, which equals as many steps of one token
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Means over the scored tokens: all but the first of each row."""
+    """Means over the scored tokens: all but the first of each row, or those after the prompt and the first that follows it."""
 
     tokens: int
     nats: float  # -log p(token)
@@ -43,23 +44,31 @@ class _Sums(NamedTuple):
     agreement: Array
 
 
-def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"]) -> Quality:
-    """Scores rows of tokens, each from an empty cache, one step after the other. `llama` carries the method's parameters, if it has any.
+def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int = 0) -> Quality:
+    """Scores rows of tokens, one step after the other; the first `prompt` tokens of each are prefilled and not scored. `llama` carries the
+    method's parameters, if it has any.
 
-    ValueError where the rows do not fit the vocabulary.
+    A method with prompt statistics (a key norm, a query subspace) has none without a prompt. ValueError where the rows do not fit the
+    vocabulary, or the prompt leaves fewer than two tokens.
     """
     spec, (batch, length) = parse(spec), rows.shape
     if not 0 <= int(jnp.min(rows)) <= int(jnp.max(rows)) < llama.config.vocab_size:
         raise ValueError(f"token ids must be between 0 and {llama.config.vocab_size - 1}")
-    cache = init_cache(spec, llama.config, batch, -(-length // STEP) * STEP, llama.embed[...].dtype)
-    sums = _measured(llama, cache, rows)
-    tokens = batch * (length - 1)
+    if not 0 <= prompt <= length - 2:
+        raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
+    steps = -(-(length - prompt) // STEP)
+    cache = init_cache(spec, llama.config, batch, prompt + steps * STEP, llama.embed[...].dtype)
+    if prompt:
+        _, cache = prefill(llama, cache, rows[:, :prompt])
+    sums = _measured(llama, cache, rows, prompt)
+    tokens = batch * (length - prompt - 1)
     return Quality(tokens, *(float(total) / tokens for total in sums))
 
 
-@jax.jit
-def _measured(llama: Llama, cache: Cache, rows: Int[Array, "B T"]) -> _Sums:
-    exact = forward(llama, rows)
+@functools.partial(jax.jit, static_argnames="prompt")
+def _measured(llama: Llama, cache: Cache, rows: Int[Array, "B T"], prompt: int) -> _Sums:
+    exact = forward(llama, rows)[:, prompt:]
+    rows = rows[:, prompt:]
     length = rows.shape[1]
     steps = -(-length // STEP)
     padding = ((0, 0), (0, steps * STEP + 1 - length))

@@ -32,6 +32,26 @@ def test_the_exact_cache_gives_the_models_own_perplexity(scene):
     assert found.agreement == 1
 
 
+def test_a_prompt_is_prefilled_and_not_scored(scene):
+    llama, rows = scene
+    found = measure(llama, "dense", rows, prompt=20)
+    logprobs = jax.nn.log_softmax(forward(llama, rows))[:, 20:-1]
+    nats = -jnp.take_along_axis(logprobs, rows[:, 21:, None], axis=-1)
+    assert found.tokens == ROWS * (LENGTH - 21)
+    assert found.nats == pytest.approx(float(jnp.mean(nats)), rel=1e-4)
+    assert found.nats != pytest.approx(measure(llama, "dense", rows).nats, rel=1e-4)
+    with pytest.raises(ValueError, match="leaves fewer than two of 75"):
+        measure(llama, "dense", rows, prompt=74)
+
+
+def test_a_method_with_prompt_statistics_needs_a_prompt_to_have_them(scene):
+    llama, rows = scene
+    options = "recent=8,block=16"
+    for prompt, same in ((0, True), (32, False)):
+        kivi, squat = (measure(llama, f"{name}:{options}", rows, prompt).kl for name in ("kivi", "squat"))
+        assert (kivi == squat) is same, f"{prompt=}: {kivi=} {squat=}"
+
+
 def test_fewer_bits_move_further_from_the_exact_model(scene):
     llama, rows = scene
     kl = [measure(llama, f"kivi:bits={bits},recent=8,block=16", rows).kl for bits in (8, 4, 2)]
