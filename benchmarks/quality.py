@@ -110,7 +110,7 @@ def squat_polarquant() -> Iterator[Candidate]:
     ):
         yield Candidate("2 bits, keys and values", label, cache)
     for rank in (1, 5, 20, 64):
-        for lam in ("0.0001", "0.001", "0.01"):
+        for lam in ("1e-06", "1e-05", "0.0001", "0.001"):
             yield Candidate("SQuat by rank and lambda", f"rank {rank}, lambda {lam}", f"squat:rank={rank},lam={lam}")
     same = "cache:sink=0,recent=0,block=128"
     for label, keys in (

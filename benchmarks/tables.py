@@ -13,6 +13,7 @@ from benchmarks.kernel_report import KernelReport, KernelRow
 from benchmarks.machine_code.report import HEADER as COUNTS_HEADER
 from benchmarks.machine_code.report import Instructions
 from benchmarks.quality import QualityReport, QualityRow
+from benchmarks.squat_subspace import LAMS, SCORE_RANKS, SubspaceReport
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
@@ -96,8 +97,8 @@ def step_section(report: KernelReport, name: str) -> str:
 def quality_section(report: QualityReport, name: str) -> str:
     """What caches do to predictions: a table for each comparison."""
     head = [
-        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}. Tokens of windows of {report.window} tokens of "
-        f"{report.text.name} are scored through the cache, {report.rows[0].tokens} in all."
+        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}. Windows of {report.window} tokens of "
+        f"{report.text.name} are scored through the cache, {report.rows[0].tokens} tokens in all."
     ]
     if report.prompt:
         head.append(f"The first {report.prompt} tokens of a window are a prompt and not scored.")
@@ -113,6 +114,30 @@ def quality_section(report: QualityReport, name: str) -> str:
     parts = [f"## {report.title}", " ".join([*head, f"Raw numbers: [{name}]({name})."])]
     for title, found in itertools.groupby(report.rows, key=lambda row: row.table):
         parts += [f"### {title}", table(QUALITY_HEADER, map(_quality_line, found))]
+    return "\n\n".join(parts)
+
+
+def subspace_section(report: SubspaceReport, name: str) -> str:
+    """Where later queries lie, and what SQuat makes of it."""
+    sources = dict.fromkeys(row.source for row in report.deviations)
+    found = [(f"{s}, {'after' if rope else 'before'} RoPE", report.deviation(s, rope)) for rope in (False, True) for s in sources]
+    parts = [
+        f"## {report.title}",
+        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}, {report.prompt_tokens} tokens of "
+        f"{report.text}, then {report.response_tokens} that it wrote without quantization. Another part is of the same text, another "
+        f"text is {report.other_text}. All numbers are means of the layers; those of each layer: [{name}]({name}).",
+        f"![deviations by rank, errors by lam]({name.removesuffix('.json')}.png)",
+        "### Deviation of the response's queries from the subspace of other queries, by rank (the paper's Figure 2, left)",
+        table(("queries that span it", *map(str, report.ranks)), ((label, *(f"{v:.2f}" for v in values)) for label, values in found)),
+        "### Error of q . k for the response's queries and the prompt's keys, 2 bits, relative to KIVI's (Figure 2, right)",
+        "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded before it and then rotated. The last "
+        "table is of real caches without exact windows: nats of the tokens that follow prompts of the same length in the text.",
+    ]
+    for setting in dict.fromkeys(row.setting for row in report.errors):
+        lines = ((str(rank), *(f"{report.ratio(setting, rank, lam):.2f}" for lam in LAMS)) for rank in SCORE_RANKS)
+        parts.append(table((f"{setting}: rank", *(f"lam {lam:g}" for lam in LAMS)), lines))
+    predicted = ((f"`{row.cache}`", f"{row.nats:.3f}") for row in report.predictions)
+    parts.append(table(("cache", f"nats of {report.predictions[0].tokens} tokens"), predicted))
     return "\n\n".join(parts)
 
 
@@ -179,6 +204,8 @@ def section(file: pathlib.Path) -> str:
         return instructions_section(Instructions.read(file), file.name)
     if file.stem.startswith("quality_"):
         return quality_section(QualityReport.read(file), file.name)
+    if file.stem == "squat_subspace":
+        return subspace_section(SubspaceReport.read(file), file.name)
     if file.stem.startswith("kernels_"):
         return kernels_section(KernelReport.read(file), file.name)
     if file.stem.startswith("step_"):
