@@ -32,7 +32,7 @@ class SquatCodec(GroupCodec):
     block_channels: int = 64
     query_rope: bool = True
     normalize: bool = False
-    solver: Solver = "eigh"
+    solver: Solver = "power"
     shared: bool = False
 
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:

@@ -45,7 +45,7 @@ class Squat(Method):
     lam: float = option(0.001, "weight of the subspace against fidelity, lambda; 0 is KIVI")
     block_channels: int = option(0, "channels that are quantized between two corrections, g (0: half the head dim)")
     normalize: bool = option(False, "divide the squared singular values by the prompt's length, with which they grow")
-    solver: Solver = option("eigh", "of the subspace: all eigenvectors, or 10 steps of block power iteration", choices=("eigh", "power"))
+    solver: Solver = option("power", "of the subspace: 10 steps of block power iteration, or all eigenvectors", choices=("power", "eigh"))
     shared_subspace: bool = option(False, "the paper's sharing: all sequences of a batch take the subspace of the first (an experiment)")
     scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
 

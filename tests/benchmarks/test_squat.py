@@ -1,0 +1,84 @@
+"""SQuat on the embedded model's activations, and the commands that measure it."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from benchmarks import squat_prefill, squat_subspace, tables
+from benchmarks.common import Report
+from benchmarks.squat_subspace import SubspaceReport, before_rope, deviations, layer_inputs, score_error, tokens_of
+from models import EMBEDDED, load_llama
+
+PROMPT, TOTAL = 256, 384
+
+
+@functools.cache
+def embedded_layers() -> list[kvq.LayerInputs]:
+    """What the embedded model's layers see of the demo's passage."""
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    text = (squat_subspace.ROOT / "models/cli/passage.txt").read_text(encoding="utf-8")
+    return layer_inputs(llama, np.asarray(tokenizer(text, verbose=False).input_ids[:TOTAL], np.int32))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_scores_of_later_queries_have_a_smaller_error_than_kivis_in_every_layer(bits: int):
+    """Where the paper's Figure 2 looks, at queries and keys before RoPE, with the paper's rank and lambda. The subspace is that of the
+    prompt's queries; a foreign one, of the same queries with their channels in another order, does not help."""
+    for i, inputs in enumerate(map(before_rope, embedded_layers())):
+        prompt, later = tokens_of(inputs, 0, PROMPT), inputs.q_rot[:, :, PROMPT:]
+        kivi, squat = (
+            score_error(later, prompt.k_rot, kvq.roundtrip(f"{name}:bits={bits}", prompt.k_rot, prompt.v, prompt.q_rot)[0])
+            for name in ("kivi", "squat")
+        )
+        assert squat < 0.95 * kivi, f"layer {i}: {squat:.4f}, and {kivi:.4f} with KIVI"
+        foreign = kvq.roundtrip(f"squat:bits={bits}", prompt.k_rot, prompt.v, prompt.q_rot[..., ::-1])[0]
+        assert score_error(later, prompt.k_rot, foreign) > squat, f"layer {i}: any subspace does"
+
+
+def test_deviation_falls_with_the_rank_to_zero_and_is_zero_inside():
+    inputs = before_rope(embedded_layers()[1])
+    prompt, later = tokens_of(inputs, 0, PROMPT), inputs.q_rot[:, :, PROMPT:]
+    found = deviations(prompt.q_rot, later, 2)
+    assert (np.diff(found) <= 1e-6).all()
+    assert found[-1] < 1e-2 < 0.3 < found[0] < 1
+    narrow = prompt.q_rot.at[..., 8:].set(0)  # 8 dimensions
+    assert deviations(narrow, narrow, 2)[7] < 1e-2 < deviations(narrow, narrow, 2)[3]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("results")
+    small = ["--quick", "--head-dim", "32", "--kv-heads", "2", "--group", "2", "--cache", "kivi", "squat"]
+    squat_prefill.main([*small, "--json", str(folder / "squat_prefill_cpu.json")])
+    return folder
+
+
+def test_the_prefill_benchmark_has_a_row_for_each_cache(results: pathlib.Path):
+    report = Report.read(results / "squat_prefill_cpu.json")
+    assert [row.implementation for row in report.rows] == ["kivi", "squat"]
+    assert all(row.error < 1e-4 for row in report.rows)
+    assert report.rows[1].cache_bytes > report.rows[0].cache_bytes, "the matrices take memory"
+
+
+def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp_path: pathlib.Path):
+    report = SubspaceReport.read(tables.RESULTS / "squat_subspace.json")
+    report.write(tmp_path / "squat_subspace.json")
+    assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
+    squat_subspace.draw(report).savefig(tmp_path / "plot.png")
+    page = tables.render(tmp_path)
+    assert f"{report.ratio('squat', 5, 1e-3):.2f}" in page
+    assert f"{report.deviation('prompt', False)[0]:.2f}" in page
+    assert f"| `kivi` | {report.predictions[1].nats:.3f} |" in page
+
+
+def test_a_short_text_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "short.txt").write_text("It was a dark and stormy night.", encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        squat_subspace.main(["--json", str(tmp_path / "out.json"), "--text", str(tmp_path / "short.txt")])
+    assert stop.value.code == 2
+    assert "short.txt must have 1536 tokens" in capsys.readouterr().err
