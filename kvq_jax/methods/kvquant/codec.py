@@ -109,7 +109,7 @@ class KVQuantCodec(Codec):
         format = self.format
         return side(format.layout, format.group, scale_dtype=format.scale_dtype, slots=format.slots, pre_rope=self.pre_rope)
 
-    def kernel_arrays(self, params: Tree, body: Nonuniform) -> list[Array]:
+    def kernel_arrays(self, params: Tree, body: Nonuniform) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
         sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual]
         return [*body.words, self._values(params), *affine, *sparse]
