@@ -21,7 +21,7 @@ from kvq_jax.cache import CacheDims
 from kvq_jax.layer import decode_layer, prefill_layer
 from kvq_jax.plan import LayerPlan, LayerState
 
-CACHES = ("kivi", "squat", "squat:solver=eigh", "squat:rank=60,block_channels=32", "kivi:pre_rope=true", "squat_pre")
+CACHES = ("kivi", "squat", "squat:rank=60,block_channels=32", "kivi:pre_rope=true", "squat_pre")
 
 
 def candidate(shape: Shape, spec: str) -> Candidate:
@@ -75,7 +75,7 @@ def _inputs(shape: Shape, start: int, tokens: int) -> kvq.LayerInputs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("squat_prefill", (__doc__ or "").partition("\n")[0], tokens=(512, 2048), batch=(1,), rounds=9)
+    made = parser("squat_prefill", (__doc__ or "").partition("\n")[0], tokens=(512, 1024), batch=(1,), rounds=9)
     made.set_defaults(cache=CACHES)
     made.add_argument("--head-dim", type=int, nargs="+", default=(128,), metavar="H", help="channels of a head")
     made.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
