@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks import kvquant_candidates, paper_tables
+from benchmarks import kvquant_candidates, paper_tables, polarquant_candidates
 from benchmarks.common import Shape
 from benchmarks.device_timing import SHORT, Timing, bandwidth_samples
 from benchmarks.kernel_candidates import MODELS, SPECS, Planned, attention_tasks, shape_of
@@ -27,7 +27,7 @@ from benchmarks.product_candidates import PAPER_MODELS, paper_shape, product_tas
 from pallas_kernels._launch import Launch
 
 ALL_SPECS = (*SPECS, *kvquant_candidates.ATTENTION_SPECS)
-SECTIONS = ("attention", "products", "quantize", "kvquant")
+SECTIONS = ("attention", "products", "quantize", "kvquant", "polarquant")
 KVQUANT = kvquant_candidates.MODEL
 LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
 RESTART = 3  # exit status that asks for another run with --resume
@@ -53,6 +53,8 @@ class Case:
             return attention_tasks(self.shape, hows, others) + kvquant_candidates.attention_tasks(self.shape, hows, tables)
         if self.section == "kvquant":
             return kvquant_candidates.table_tasks(self.shape, hows)
+        if self.section == "polarquant":
+            return polarquant_candidates.table_tasks(self.shape, hows)
         return product_tasks(self.shape, hows) if self.section == "products" else quantize_tasks(self.shape, hows)
 
 
@@ -62,12 +64,13 @@ def default_cases() -> list[Case]:
     def attention(model: str, *points: tuple[int, int], both: bool = False) -> list[Case]:
         return [Case("attention", model, shape_of(model, tokens, batch), both) for tokens, batch in points]
 
-    def paper(section: str, *lengths: int) -> list[Case]:
-        return [Case(section, model, paper_shape(model, tokens)) for tokens in lengths for model in PAPER_MODELS]
+    def paper(section: str, *lengths: int, models: Sequence[str] = tuple(PAPER_MODELS)) -> list[Case]:
+        return [Case(section, model, paper_shape(model, tokens)) for tokens in lengths for model in models]
 
     found = attention("Llama-3.1-8B", (32768, 16), (131072, 1), (4096, 16), both=True)
     found += attention("Llama-3.1-8B", (32768, 1), (4096, 1), (131072, 16))
     found += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
+    found += paper("polarquant", *paper_tables.POLAR_LENGTHS, models=(polarquant_candidates.MODEL,))
     found += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
     for model in ("Llama-3.2-1B", "Llama-2-7B", "Llama-2-13B"):
         found += attention(model, (32768, 16), (32768, 1))
@@ -94,6 +97,8 @@ def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
         cases = [Case("attention", model, shape_of(model, tokens, batch), both=True)]
         if model in PAPER_MODELS:
             cases += [Case(section, model, paper_shape(model, tokens)) for section in ("products", "quantize")]
+        if (model, batch) == (polarquant_candidates.MODEL, 1):
+            cases.append(Case("polarquant", model, paper_shape(model, tokens)))
         if (model, batch) == (KVQUANT, 1):
             cases.append(Case("kvquant", model, shape_of(model, tokens, batch)))
         found += [case for case in cases if case.section in sections]

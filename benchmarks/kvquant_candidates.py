@@ -95,6 +95,11 @@ def table_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
     ]
 
 
+def total_of_keys(shape: Shape, hows: tuple[Launch, ...]) -> Task:
+    """q K^T over codes and outliers together."""
+    return _task(shape, "k", "total", hows)
+
+
 def _task(shape: Shape, side: str, part: str, hows: tuple[Launch, ...]) -> Task:
     made = _Side(shape, side)
     if part == "fp16":

@@ -1,4 +1,6 @@
-"""The latency tables of two papers in their own layout, with our times beside theirs.
+"""The latency tables of three papers in their own layout, with our times beside theirs.
+
+Wu et al., PolarQuant: Leveraging Polar Transformation for Efficient Key Cache Quantization and Decoding Acceleration (2025), Table 4.
 
 Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization (2024), Table 22.
 
@@ -16,6 +18,11 @@ from benchmarks.kernel_report import KernelReport, KernelRow
 from benchmarks.kvquant_candidates import BLOCK, PARTS
 from benchmarks.kvquant_candidates import MODEL as KVQUANT_MODEL
 from benchmarks.kvquant_candidates import SECTIONS as KVQUANT_SECTIONS
+from benchmarks.polarquant_candidates import EXACT as POLAR_EXACT
+from benchmarks.polarquant_candidates import FORMULAS, KIVI, KVQUANT
+from benchmarks.polarquant_candidates import MODEL as POLAR_MODEL
+from benchmarks.polarquant_candidates import SECTION as POLAR_SECTION
+from benchmarks.polarquant_candidates import SPEC as POLAR_SPEC
 from benchmarks.product_candidates import EXACT, INNER, OUTER, PAPER_MODELS, SCHEMES
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -46,6 +53,13 @@ TABLE_4 = {  # model: (outer, inner)
         (0.014, 0.020, 0.033, 0.062, 0.116, 0.225, 0.441, 0.875, 1.730),
         (0.012, 0.017, 0.027, 0.049, 0.090, 0.175, 0.342, 0.675, 1.344),
     ),
+}
+POLAR_LENGTHS = (4096, 8192, 32768, 131072)
+POLAR_TABLE_4 = {  # microseconds on an A800, one entry for each length
+    "FP16 Matmul": (60.98, 74.20, 183.99, 668.91),
+    "KIVI": (97.08, 133.92, 427.24, 1590.44),
+    "KVQuant": (94.79, 121.42, 423.93, 1834.58),
+    "PolarQuant": (50.04, 71.69, 163.42, 526.65),
 }
 KVQUANT_LENGTHS = (2048, 4096, 16384)
 TABLE_22 = {  # microseconds on an A6000 by part, one entry for each length
@@ -90,6 +104,8 @@ def tables(report: KernelReport) -> list[Table]:
         found.append(_quantize_table(report))
     if any(row.section in KVQUANT_SECTIONS.values() for row in report.rows):
         found.append(_kvquant_table(report))
+    if any(row.section == POLAR_SECTION for row in report.rows):
+        found.append(_polarquant_table(report))
     return found
 
 
@@ -157,6 +173,20 @@ def _kvquant_table(report: KernelReport) -> Table:
         f"are read after RoPE. {_largest_error(report, *KVQUANT_SECTIONS.values())}"
     )
     return Table("KVQuant's Table 22: reading nuq4-1% keys and values", note, ("side", "l", "where", *TABLE_22_HEADER), lines)
+
+
+def _polarquant_table(report: KernelReport) -> Table:
+    lines = [(name, "paper, A800", *(f"{time:.2f}" for time in times)) for name, times in POLAR_TABLE_4.items()]
+    for candidate in (POLAR_EXACT, KIVI, KVQUANT, *(f"{POLAR_SPEC}, {formula}" for formula in FORMULAS)):
+        ours = _times(_rows(report, POLAR_SECTION, POLAR_MODEL, candidate))
+        cells = (f"{1e3 * ours[length]:.2f}" if length in ours else "" for length in POLAR_LENGTHS)
+        lines.append((candidate, f"here, {report.device}", *cells))
+    note = (
+        "Microseconds; q K^T, 32 heads of 128 with keys of their own, batch 1. The paper's PolarQuant stores one scale for a sequence, "
+        "ours four numbers for a pair and 128 tokens; KVQuant's keys are rotated while they are read. "
+        f"{_largest_error(report, POLAR_SECTION)}"
+    )
+    return Table("PolarQuant's Table 4: query-key products", note, ("keys", "where", *map(str, POLAR_LENGTHS)), lines)
 
 
 def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -54,7 +54,7 @@ def paper_shape(model: str, tokens: int) -> Shape:
 
 def product_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
     """ "scores" (q . K^T), then "values" (p . V): exact, grouped over the inner axis, over the outer axis."""
-    made = (("scores", _scores), ("values", _values))
+    made = (("scores", scores_task), ("values", _values))
     return [Planned(part, spec, functools.partial(make, shape, spec, tuple(hows))) for part, make in made for spec in (EXACT, INNER, OUTER)]
 
 
@@ -67,7 +67,8 @@ def _exact_values(p: Array, v: Array) -> Array:
     return jnp.einsum("bkgs,bksh->bkgh", padded, v, preferred_element_type=jnp.float32)[:, :, : p.shape[2]]
 
 
-def _scores(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+def scores_task(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+    """q K^T over the keys of a cache, or over exact ones."""
     leaves, call = _product("k", shape, spec)
 
     def kernel(how: Launch, q: Array, copy: Any) -> Array:

@@ -24,7 +24,7 @@ from pallas_kernels.lookup import Bit, Words, chosen, code_bits, negated, number
 from pallas_kernels.parts import add_up, channel_statistic, dot, for_tokens, query_planes
 from pallas_kernels.planes import Planes, multiply_add, subtract_scale_add
 from pallas_kernels.sides import Rows, Side
-from pallas_kernels.tile import Tile
+from pallas_kernels.tile import SPAN, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Polar(Side):
     @property
     def slots(self) -> int:
         return self.planes.slots
+
+    @property
+    def least_tile(self) -> int:
+        return max(SPAN, self.group)
 
     @property
     def chunks(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernel_run, kernels, kvquant_candidates, paper_tables, plots, product_candidates, step, tables
+from benchmarks import kernel_run, kernels, kvquant_candidates, paper_tables, plots, polarquant_candidates, product_candidates, step, tables
 from benchmarks.common import Shape
 from benchmarks.device_timing import Timing, random_words, timing_loop, uniform
 from benchmarks.kernel_candidates import MODELS, SPECS, Planned, attention_tasks, shape_of
@@ -28,6 +28,7 @@ CASES = (
     Case("products", MODEL, Shape(1, 512, 64, 1, 1)),
     Case("quantize", MODEL, Shape(1, 512, 64, 1, 1)),
     Case("kvquant", "Llama-2-7B", Shape(1, 2048, 64, 2, 1)),
+    Case("polarquant", "Llama-3.1-8B", Shape(1, 4096, 64, 2, 1)),
 )
 TINY = LlamaConfig(
     vocab_size=64,
@@ -76,6 +77,7 @@ def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_no
     expected |= {(task.section, task.candidate) for task in product_tasks(CASES[1].shape, INTERPRETED)}
     expected |= {("quantize", "asym, keys"), ("quantize", "asym, values"), ("attention", "kvquant:bits=3,outliers=0.02")}
     expected |= {(section, part) for section in kvquant_candidates.SECTIONS.values() for part in kvquant_candidates.PARTS}
+    expected |= {(task.section, task.candidate) for task in polarquant_candidates.table_tasks(CASES[-1].shape, INTERPRETED)}
     assert {(row.section, row.candidate) for row in report.rows} == expected
     assert report.running == []
     assert report.skipped == []
@@ -130,6 +132,10 @@ def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, r
     parts = [next(r for r in report.rows if (r.section, r.candidate) == ("kvquant values", part)) for part in kvquant_candidates.PARTS]
     times = [1e3 * row.median_ms / (32 if row.candidate == "packing" else 1) for row in parts]
     assert f"| Value | 2048 | here, {report.device} | {' | '.join(f'{time:.1f}' for time in times)} |" in page
+    assert "| PolarQuant | paper, A800 | 50.04 | 71.69 | 163.42 | 526.65 |" in page
+    for row in report.rows:
+        if row.section == polarquant_candidates.SECTION:
+            assert f"| {row.candidate} | here, {report.device} | {1e3 * row.median_ms:.2f} |" in page, row
     for row in KernelReport.read(folder / "step_cpu.json").rows:
         assert row.failure == "", row
         assert f"| {row.name} | {row.median_ms:.3f} |" in page, row
@@ -191,6 +197,12 @@ def test_kvquant_candidates_lower_for_cuda(arithmetic: str):
         assert "decode_attention" in lowered(task), task.candidate
     for task in kvquant_candidates.table_tasks(shape_of("Llama-2-7B", 2048, 1), how):
         assert ("matvec" in lowered(task)) == (task.candidate in ("dense", "total")), task.candidate
+
+
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
+def test_polarquant_candidates_lower_for_cuda(arithmetic: str):
+    for task in polarquant_candidates.table_tasks(paper_shape("Llama-3.1-8B", 4096), (Launch(arithmetic),)):
+        assert ("matvec_scores" in lowered(task)) == (task.candidate != product_candidates.EXACT), task.candidate
 
 
 def test_kvquants_times_are_typed_as_printed():

@@ -35,7 +35,7 @@ SPECS = (
     "kvquant:bits=3,outliers=0,qnorm=true",
     "kvquant:bits=2,pre_rope=false,k_axis=token,v_axis=channel",
     "nf4",
-    "polarquant:group_size=32",
+    "polarquant",
     "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4",
     "k=nf2:group_size=32,pre_rope=true+v=int3",
 )
