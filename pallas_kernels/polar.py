@@ -41,8 +41,8 @@ class Polar(Side):
 
     cos and sin of a code, shared by all query heads, become an fp16 key, which two dots multiply with the halves of q. `formula` says how:
     "table" chooses from 2^angle_bits entries (grid: 2^angle_bits / 4 constants, and the quadrant from two bits of the code; grouped: made
-    once for each group in the tile), "trigonometry" calculates each one: cheaper in asm (approximate instructions), far dearer in jnp (a
-    library).
+    once for each group in the tile), "trigonometry" calculates each one: for groups cheaper in asm (approximate instructions), always far
+    dearer in jnp (a library). "faster" is the one of fewer instructions: trigonometry for groups in asm, else the table.
     A table of q_i cos + q_{i+H/2} sin for each query head would take a select tree for each head, and leave nothing for tensor cores.
     Scores only: PolarQuant's values are exact.
     """
@@ -51,7 +51,7 @@ class Polar(Side):
     angle_bits: int
     group: int
     angles: Literal["grid", "grouped"] = "grid"
-    formula: Literal["table", "trigonometry"] = "table"
+    formula: Literal["faster", "table", "trigonometry"] = "faster"
     scale_dtype: str = "float16"
 
     @property
@@ -97,14 +97,15 @@ class Polar(Side):
         return [channel_statistic(ref, self.planes, chunk, tile, self.group, self.scale_dtype) for ref in refs]
 
     def _cos_sin(self, words: Words, bits: Sequence[Bit], refs: Sequence[Any], chunk: int, tile: Tile, asm: bool) -> tuple[Array, Array]:
-        if self.angles == "grid" and self.formula == "table":
+        by_table = self.formula == "table" or (self.formula == "faster" and (self.angles == "grid" or not asm))
+        if self.angles == "grid" and by_table:
             return quadrant_cos_sin(words, bits, asm)
         rows, count = tile.size // self.slots, 1 << self.angle_bits
         if self.angles == "grouped":
             step, zero = (s.astype(jnp.float32) for s in self._of_groups(refs, chunk, tile))
         else:
             step, zero = jnp.full((1, 1, 1), 2 * math.pi / count, jnp.float32), jnp.zeros((1, 1, 1), jnp.float32)
-        if self.formula == "trigonometry":
+        if not by_table:
             code, bias = number(words, bits, asm)
             step, zero = (jnp.broadcast_to(for_tokens(s, rows), code.shape) for s in (step, zero))
             theta = multiply_add(code.astype(jnp.float32) - (bias - 0.5), step, zero, asm)

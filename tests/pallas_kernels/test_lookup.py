@@ -210,6 +210,22 @@ def test_both_kinds_of_tables_serve_attention_and_ignore_unused_capacity():
     assert row_errors(part.o / part.l, np.roll(wanted, 1, axis=1)).max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("angles", "arithmetic", "calculates"), [("grouped", "asm", True), ("grouped", "jnp", False), ("grid", "asm", False)]
+)
+def test_angles_of_groups_are_calculated_where_that_takes_fewer_instructions(angles, arithmetic, calculates):
+    case = polar(4, 4, 128, angles, "faster", 128)
+    stored = arrays(case)
+
+    def lowered(side: Side) -> str:
+        return lower_for_cuda(lambda *a: scores(side, a[0], list(a[1:]), Launch(arithmetic)), query(case), *stored)
+
+    same = dataclasses.replace(case.side, formula="trigonometry" if calculates else "table")
+    other = dataclasses.replace(case.side, formula="table" if calculates else "trigonometry")
+    assert lowered(case.side) == lowered(same)
+    assert lowered(case.side) != lowered(other)
+
+
 def test_values_in_polar_form_and_tables_of_other_sizes_are_refused():
     case = polar(4, 4, 128, "grid", "table", 128)
     with pytest.raises(NotImplementedError, match="polar codes hold keys"):
