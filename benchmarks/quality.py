@@ -100,8 +100,8 @@ def squat_polarquant() -> Iterator[Candidate]:
     window = "sink=0,recent=96,block=32"
     for label, cache in (
         ("exact", "dense"),
-        ("squat", "squat"),
-        ("squat_pre", "squat_pre"),
+        ("squat", "squat:solver=eigh"),
+        ("squat_pre", "squat_pre:solver=eigh"),
         ("kivi", "kivi"),
         ("kivi, keys before RoPE", "kivi:pre_rope=true"),
         ("innerq, windows as kivi", f"innerq:{window}"),
@@ -111,7 +111,7 @@ def squat_polarquant() -> Iterator[Candidate]:
         yield Candidate("2 bits, keys and values", label, cache)
     for rank in (1, 5, 20, 64):
         for lam in ("1e-06", "1e-05", "0.0001", "0.001"):
-            yield Candidate("SQuat by rank and lambda", f"rank {rank}, lambda {lam}", f"squat:rank={rank},lam={lam}")
+            yield Candidate("SQuat by rank and lambda", f"rank {rank}, lambda {lam}", f"squat:rank={rank},lam={lam},solver=eigh")
     same = "cache:sink=0,recent=0,block=128"
     for label, keys in (
         ("exact", "dense"),
