@@ -377,9 +377,10 @@ def test_an_implementation_that_cannot_run_is_one_line_before_anything_is_loaded
 def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
     served = run_json("doctor", EMBEDDED, "--cache", "kivi:bits=4")
     assert {layer["no_kernel"] for layer in served["layers"]} == {None}
-    refused = run_json("doctor", EMBEDDED, "--cache", "kivi:bits=4,pre_rope=true")
-    assert all("before RoPE" in layer["no_kernel"] for layer in refused["layers"])
-    assert "no: k: keys cached before RoPE" in " ".join(run("doctor", EMBEDDED, "--cache", "kivi:pre_rope=true")[1].split())
+    spec = "kivi:bits=4,group_size=16"
+    refused = run_json("doctor", EMBEDDED, "--cache", spec)
+    assert all(layer["no_kernel"] == "k: groups of 16 tokens; kernels serve 32, 64, 128" for layer in refused["layers"])
+    assert "no: k: groups of 16 tokens" in " ".join(run("doctor", EMBEDDED, "--cache", spec)[1].split())
 
 
 def test_ctrl_c_exits_130_without_a_word(run, monkeypatch):
