@@ -379,8 +379,8 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
     assert {layer["no_kernel"] for layer in served["layers"]} == {None}
     spec = "kivi:bits=4,group_size=16"
     refused = run_json("doctor", EMBEDDED, "--cache", spec)
-    assert all(layer["no_kernel"] == "k: groups of 16 tokens; kernels serve 32, 64, 128" for layer in refused["layers"])
-    assert "no: k: groups of 16 tokens" in " ".join(run("doctor", EMBEDDED, "--cache", spec)[1].split())
+    assert all(layer["no_kernel"] == "k: blocks of 16 tokens; kernels read spans of 32" for layer in refused["layers"])
+    assert "no: k: blocks of 16 tokens" in " ".join(run("doctor", EMBEDDED, "--cache", spec)[1].split())
 
 
 def test_ctrl_c_exits_130_without_a_word(run, monkeypatch):
