@@ -114,11 +114,9 @@ def dequantize(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> F
         radius = radius_codes.astype(jnp.float32) * step
         angles = entries * (TURN / entries.size) - math.pi
         return jnp.concatenate([radius * look_up(f(angles), angle_codes) for f in (jnp.cos, jnp.sin)], axis=-1)
-    assert body.radius_scale is not None and body.radius_zero is not None, "grouped radii have a step and a least"  # noqa: PT018
-    assert body.angle_scale is not None and body.angle_zero is not None, "grouped angles have a step and a least"  # noqa: PT018
-    scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.angle_scale, body.angle_zero))
+    stored = [body.radius_scale, body.radius_zero, body.angle_scale, body.angle_zero]
+    r_scale, r_zero, scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in stored if s is not None)
     angles = (entries.reshape(-1, 1, 1, 1, 1, 1) + 0.5) * scale[None] + zero[None]  # [entries, B, K, groups, 1, H/2]
-    r_scale, r_zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.radius_scale, body.radius_zero))
     radius = (_in_groups(radius_codes, format.group_size).astype(jnp.float32) + 0.5) * r_scale + r_zero
     chosen = _in_groups(angle_codes, format.group_size)
     parts = [(radius * look_up(f(angles), chosen)).reshape(codes.shape) for f in (jnp.cos, jnp.sin)]

@@ -30,7 +30,7 @@ from kvq_jax.spec import CacheSpec, parse
 
 FORMAT = "kvq-cache"
 VERSION = "1"
-_DTYPES = {
+DTYPES = {  # safetensors names of those that are written
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
@@ -164,7 +164,7 @@ def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeSt
         raise ValueError(f"{str(path)!r}: tensor {name} is {'unknown' if name in stored else 'missing'}")
     for name, struct in promised.items():
         tensor = file.get_slice(name)
-        shape, dtype = tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
+        shape, dtype = tuple(tensor.get_shape()), DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
         if (shape, dtype) != (struct.shape, struct.dtype.name):
             raise ValueError(f"{str(path)!r}: tensor {name} is {dtype}{list(shape)}, expected {struct.dtype.name}{list(struct.shape)}")
 

@@ -25,22 +25,13 @@ from safetensors.numpy import save
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.cache import CacheDims, dims_of
+from kvq_jax.serialization import DTYPES
 from kvq_jax.spec import CacheSpec, parse
 from models.calibration.needs import Need, fingerprint, needs
 from models.checkpoint import replacing
 from models.llama import Llama
 
 FORMAT, VERSION = "kvq-calibration", "1"
-_DTYPES = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I8": "int8",
-    "U8": "uint8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-}
 _TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
 
 
@@ -216,7 +207,7 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
 
 def _array(tensor: Any) -> Array:
     dtype = str(tensor.get_dtype())
-    return Array(_DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
+    return Array(DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
 
 
 def _sorted_header(file: bytes) -> bytes:

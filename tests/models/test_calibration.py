@@ -497,7 +497,7 @@ def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
 def test_a_file_appears_whole_or_not_at_all(work, tmp_path):
     calibration = run(work)
     broken = dataclasses.replace(calibration, tensors={"layers.0.k.levels": object()})
-    with pytest.raises(Exception):  # noqa: B017, PT011  # whatever safetensors says of it
+    with pytest.raises(AttributeError):
         save_calibration(broken, tmp_path / "f.safetensors")
     assert not list(tmp_path.iterdir())
 

@@ -48,28 +48,6 @@ def bare(model, tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def run(capsys):
-    """run(*arguments) -> (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = main.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def run_json(run):
-    def call(*arguments):
-        code, out, err = run(*arguments, "--json")
-        assert code == 0, f"{arguments} failed: {err}"
-        return json.loads(out)
-
-    return call
-
-
 def generate_arguments(directory, *more):
     return ("generate", directory, "--prompt", PROMPT, "--cache", CACHE, "--max-new-tokens", NEW, "--dtype", "float32", *more)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 
 import pytest
@@ -29,28 +28,6 @@ def model(tmp_path_factory):
     save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
     (directory / "text.txt").write_text(TEXT)
     return directory
-
-
-@pytest.fixture
-def kvq_command(capsys):
-    """kvq_command(*arguments) -> (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = main.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def kvq_json(kvq_command):
-    def call(*arguments):
-        code, out, err = kvq_command(*arguments, "--json")
-        assert code == 0, f"{arguments} failed: {err}"
-        return json.loads(out)
-
-    return call
 
 
 def request(model, out, *more, spec=SPEC):
@@ -84,9 +61,9 @@ def no_weights(monkeypatch, *commands):
 # --- calibrate ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(model, tmp_path, kvq_json):
+def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(model, tmp_path, run_json):
     out = tmp_path / "f.safetensors"
-    found = kvq_json(*request(model, out))
+    found = run_json(*request(model, out))
     llama, tokenizer = load_llama(model, dtype="float32")
     ids = tokenizer(TEXT).input_ids
     made = calibrate(llama, ids, SPEC, samples=2, length=32, work=tmp_path / "w", text="text.txt")
@@ -99,9 +76,9 @@ def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(model,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.safetensors", "library", "w"], "OUT.work was left behind"
 
 
-def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, kvq_command):
+def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, run):
     out = tmp_path / "f.safetensors"
-    code, text, err = kvq_command(*request(model, out, spec="k=kvquant:bits=3,outliers=0.1+v=kivi+cache:sink=0,recent=8,block=32"))
+    code, text, err = run(*request(model, out, spec="k=kvquant:bits=3,outliers=0.1+v=kivi+cache:sink=0,recent=8,block=32"))
     assert code == 0, err
     for part in ("bits=3", "need none", "2 samples of 32 tokens", "seed 0, float32", f"--calibration {out}"):
         assert part in text, f"{part!r} is missing in {text}"
@@ -109,17 +86,17 @@ def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, kv
     assert "kvq: fitting, 1 ..." in err
 
 
-def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(model, tmp_path, kvq_json, monkeypatch):
+def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(model, tmp_path, run_json, monkeypatch):
     work = ("--work", tmp_path / "w")
-    kvq_json(*request(model, tmp_path / "two", *work))
+    run_json(*request(model, tmp_path / "two", *work))
     monkeypatch.setattr(fit, "record", lambda *_: pytest.fail("the model was run again"))
-    found = kvq_json(*request(model, tmp_path / "three", *work, spec=SPEC.replace("bits=2", "bits=3")))
+    found = run_json(*request(model, tmp_path / "three", *work, spec=SPEC.replace("bits=2", "bits=3")))
     assert "bits=3" in found["layers"][0]["k"]
     assert found["work"] == str(tmp_path / "w")
     assert (tmp_path / "two").read_bytes() != (tmp_path / "three").read_bytes()
 
 
-def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(model, file, tmp_path, kvq_command, monkeypatch):
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(model, file, tmp_path, run, monkeypatch):
     out, record, calls = tmp_path / "f.safetensors", fit.record, []
 
     def interrupt(*arguments):
@@ -130,11 +107,11 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file
 
     with monkeypatch.context() as patch:
         patch.setattr(fit, "record", interrupt)
-        code, text, err = kvq_command(*request(model, out))
+        code, text, err = run(*request(model, out))
     assert (code, text) == (130, "")
     assert f"the same command goes on from what is in '{out}.work'" in err
     assert not out.exists()
-    code, _, err = kvq_command(*request(model, out))
+    code, _, err = run(*request(model, out))
     assert code == 0, err
     assert "running samples, 1 ..." in err, "the complete sample was run again"
     assert out.read_bytes() == file.read_bytes()
@@ -158,35 +135,35 @@ BEFORE_WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", BEFORE_WEIGHTS)
-def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path, kvq_command, monkeypatch):
+def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path, run, monkeypatch):
     no_weights(monkeypatch, "calibrate")
     (tmp_path / "short").write_text("too short")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     options, message = BEFORE_WEIGHTS[case]
     before = sorted(tmp_path.iterdir())
-    assert_one_line_error(kvq_command(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message)
+    assert_one_line_error(run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_model_without_tokenizer_cannot_be_calibrated(model, tmp_path, kvq_command):
+def test_a_model_without_tokenizer_cannot_be_calibrated(model, tmp_path, run):
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors", "text.txt"):
         shutil.copy(model / name, bare)
-    assert_one_line_error(kvq_command(*request(bare, tmp_path / "f")), "has no tokenizer")
+    assert_one_line_error(run(*request(bare, tmp_path / "f")), "has no tokenizer")
 
 
-def test_a_full_disk_is_one_line(model, tmp_path, kvq_command, monkeypatch):
+def test_a_full_disk_is_one_line(model, tmp_path, run, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
-    assert_one_line_error(kvq_command(*request(model, tmp_path / "f")), "are free there")
+    assert_one_line_error(run(*request(model, tmp_path / "f")), "are free there")
     assert not list(tmp_path.iterdir())
 
 
-def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(model, tmp_path, kvq_json, kvq_command):
+def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(model, tmp_path, run_json, run):
     arguments = [a for a in request(model, tmp_path / "f") if a not in ("--length", 32)]
-    assert kvq_json(*arguments)["length"] == 64
-    code, _, err = kvq_command(*request(model, tmp_path / "f", "--length", 65))
+    assert run_json(*arguments)["length"] == 64
+    code, _, err = run(*request(model, tmp_path / "f", "--length", 65))
     assert code == 0
     assert "kvq: warning: samples of 65 tokens go beyond the 64 positions" in err
 
@@ -194,9 +171,9 @@ def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(mod
 # --- commands that run a cache ------------------------------------------------------------------------------------------------------------
 
 
-def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, kvq_json):
+def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_json):
     arguments = ("generate", model, "--prompt", PROMPT, "--cache", SPEC, "--max-new-tokens", 16, "--dtype", "float32")
-    found = kvq_json(*arguments, "--calibration", file)
+    found = run_json(*arguments, "--calibration", file)
     llama, tokenizer = load_llama(model, dtype="float32")
     tokens, lengths = right_padded([tokenizer(PROMPT).input_ids])
     cache = kvq.init_cache(SPEC, llama.config, 1, found["capacity"], "float32")
@@ -205,49 +182,49 @@ def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, kvq_
     assert found["calibration"] == str(file)
 
 
-def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(model, file, kvq_command, monkeypatch):
+def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(model, file, run, monkeypatch):
     no_weights(monkeypatch, "generate", "demo")
     generate = ("generate", model, "--prompt", "a", "--cache")
     demo = ("demo", "--model", model, "--context", 64, "--new-tokens", 8, "--cache", "dense", "--cache")
     for command in (generate, demo):
-        assert_one_line_error(kvq_command(*command, SPEC), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'")
-        assert_one_line_error(kvq_command(*command, SPEC.replace("bits=2", "bits=3"), "--calibration", file), "for other options")
-        assert_one_line_error(kvq_command(*command, "kivi", "--calibration", file), f"calibration '{file}' is not needed for")
-        assert_one_line_error(kvq_command(*command, SPEC, "--calibration", f"{file}.none"), "is not a file")
-        assert_one_line_error(kvq_command(*command, SPEC, "--calibration", model / "model.safetensors"), "is not a calibration")
-        assert_one_line_error(kvq_command(*command, SPEC, "--calibration", file), "weights were read")
+        assert_one_line_error(run(*command, SPEC), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'")
+        assert_one_line_error(run(*command, SPEC.replace("bits=2", "bits=3"), "--calibration", file), "for other options")
+        assert_one_line_error(run(*command, "kivi", "--calibration", file), f"calibration '{file}' is not needed for")
+        assert_one_line_error(run(*command, SPEC, "--calibration", f"{file}.none"), "is not a file")
+        assert_one_line_error(run(*command, SPEC, "--calibration", model / "model.safetensors"), "is not a calibration")
+        assert_one_line_error(run(*command, SPEC, "--calibration", file), "weights were read")
 
 
-def test_a_calibration_of_other_weights_is_one_line(model, file, tmp_path, kvq_command):
+def test_a_calibration_of_other_weights_is_one_line(model, file, tmp_path, run):
     other = tmp_path / "other"
     shutil.copytree(model, other)
     save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64), seed=1), other)
     arguments = ("--prompt", "a", "--cache", SPEC, "--calibration", file)
-    assert_one_line_error(kvq_command("generate", other, *arguments), "another model of the same size")
-    assert_one_line_error(kvq_command("doctor", other, *arguments[2:]), "another model of the same size")
+    assert_one_line_error(run("generate", other, *arguments), "another model of the same size")
+    assert_one_line_error(run("doctor", other, *arguments[2:]), "another model of the same size")
 
 
-def test_demo_gives_every_cache_the_calibration_that_fits_it(model, file, tmp_path, kvq_json):
+def test_demo_gives_every_cache_the_calibration_that_fits_it(model, file, tmp_path, run_json):
     three = SPEC.replace("bits=2", "bits=3")
-    kvq_json(*request(model, tmp_path / "three", spec=three))
+    run_json(*request(model, tmp_path / "three", spec=three))
     caches = [part for spec in ("dense", three, SPEC, f"{SPEC},sink=4") for part in ("--cache", spec)]
     files = ("--calibration", file, "--calibration", tmp_path / "three")
-    found = kvq_json("demo", "--model", model, "--text", model / "text.txt", "--context", 64, "--new-tokens", 8, *caches, *files)
+    found = run_json("demo", "--model", model, "--text", model / "text.txt", "--context", 64, "--new-tokens", 8, *caches, *files)
     dense, *rows = (row["perplexity"] for row in found["rows"])
     assert len({dense, *rows}) == 4
     assert all(row is not None for row in rows)
 
 
-def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(model, file, tmp_path, kvq_json, kvq_command):
-    needed = kvq_json("doctor", model, "--cache", SPEC)
+def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(model, file, tmp_path, run_json, run):
+    needed = run_json("doctor", model, "--cache", SPEC)
     assert needed["facts"]["calibration"] == "needed for the keys of 1 layers and the values of 1"
     assert any("kvq calibrate MODEL" in warning for warning in needed["warnings"])
-    fits = kvq_json("doctor", model, "--cache", SPEC, "--calibration", file)
+    fits = run_json("doctor", model, "--cache", SPEC, "--calibration", file)
     assert fits["facts"]["calibration"] == "fits this cache and model: 2 samples of 32 tokens of text.txt, seed 0, float32"
     assert not any("calibrat" in warning for warning in fits["warnings"])
-    assert kvq_json("doctor", model, "--cache", "kivi:block=8")["facts"]["calibration"] == "not needed"
-    assert_one_line_error(kvq_command("doctor", model, "--cache", "kivi", "--calibration", file), "takes no calibration")
-    assert_one_line_error(kvq_command("doctor", model, "--cache", f"{SPEC},pre_rope=false", "--calibration", file), "other options")
+    assert run_json("doctor", model, "--cache", "kivi:block=8")["facts"]["calibration"] == "not needed"
+    assert_one_line_error(run("doctor", model, "--cache", "kivi", "--calibration", file), "takes no calibration")
+    assert_one_line_error(run("doctor", model, "--cache", f"{SPEC},pre_rope=false", "--calibration", file), "other options")
     shutil.copy(model / "config.json", tmp_path)
-    bare = kvq_json("doctor", tmp_path, "--cache", SPEC, "--calibration", file)
+    bare = run_json("doctor", tmp_path, "--cache", SPEC, "--calibration", file)
     assert "the weights are not in a local directory and were not compared" in bare["facts"]["calibration"]
