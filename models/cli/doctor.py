@@ -20,24 +20,28 @@ from kvq_jax.methods.dense import Dense
 from kvq_jax.plan import LayerPlan
 from models import checkpoint
 from models.calibration.needs import fingerprint_of, needs
-from models.cli import inputs
-from models.cli.console import input_errors, print_json, print_table
+from models.cli import doctor_outliers, inputs
+from models.cli.console import UserError, input_errors, print_json, print_table
 from models.config import LlamaConfig
 from models.preparation import check_calibration, how_to_calibrate
 
 LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Tells layer by layer what a cache will apply to a model and what it will leave exact, and why: resolved bits and groups,
 packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim, QK-norm, RoPE,
 sliding window and the key projection's bias, and warns of what is known to go wrong. Says whether the cache needs a
 calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
-a calibration, what tells models apart (norms and two projections), and only from a local directory."""
+a calibration, what tells models apart (norms and two projections), and only from a local directory.
+
+{doctor_outliers.HELP}"""
 
 EPILOG = f"""\
-example:
+examples:
   kvq doctor path/to/Qwen2.5-1.5B --cache innerq:bits=2
+  kvq doctor path/to/Llama-3.1-8B --outliers
+  kvq doctor embedded --outliers --text notes.txt
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -45,14 +49,28 @@ example:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, help="the cache (default: dense)")
     inputs.add_calibration(parser)
     parser.add_argument(
         "--context", metavar="S", type=inputs.positive, help="capacity in tokens (default: the model's max_position_embeddings)"
     )
+    parser.add_argument("--outliers", action="store_true", help="instead: predict from the weights which channels of keys have outliers")
+    parser.add_argument("--text", metavar="FILE", help="with --outliers: a UTF-8 text on which predictions are checked")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="with --text: of weights and activations (default: %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.outliers:
+        unused = [name for name in ("cache", "calibration", "context") if getattr(options, name) is not None]
+        if unused:
+            raise UserError(f"--outliers looks at the model alone; leave --{unused[0]} out")
+        doctor_outliers.run(options)
+        return
+    if options.text is not None:
+        raise UserError("--text is for --outliers")
+    options.cache = options.cache or inputs.cache_spec("dense")
     config = inputs.read_config(options.model, options.cache)
     context = options.context or config.max_position_embeddings
     cache = kvq.layout(options.cache, config, 1, context)
