@@ -1,0 +1,145 @@
+"""Up to which length rebuilding keys and values hides behind memory traffic (XQuant, section 3.4).
+
+A cache that keeps less than keys and values computes them again in every decode step. With l cached tokens, one layer of it
+
+    computes   f l           FLOPs       f: to rebuild what attention reads, for each token; a multiply-add counts as two
+    reads      c l + w       bytes       c: of the cache for each token, w: weights, which are read once for all sequences of a batch
+
+and both overlap at best. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes no longer than reading up to
+
+    f l = P (c l + w)        l = P w / (f - P c),  and any length where f <= P c
+
+The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`). For the rest of a step, the projections of the one new
+token and attention itself, it counts nothing, and neither do we. l counts the tokens of all sequences together: of B equally long ones,
+each has l / B.
+
+What differs here: values are never rebuilt. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so the N query heads weigh cached rows, and only
+their sums are projected:
+
+    f = 2 C_k K H + 2 N C_v                  C_k, C_v: widths of the cached rows that keys and values come from
+
+in place of the paper's 2 (C_k + C_v) K H. That is less wherever N < K H: in any model whose heads are wider than their groups.
+
+These are limits from data sheets, not times. Source: Tomar et al., XQuant, section 3.4; Williams et al., Roofline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvq_jax.array_types import ModelDims
+
+
+class LayerDims(ModelDims, Protocol):
+    """What the weights of a layer are counted from."""
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Peak rates from a data sheet: dense bf16 FLOP/s, and bytes/s of its memory."""
+
+    name: str
+    flops: float
+    bandwidth: float
+
+    @property
+    def ridge(self) -> float:
+        """P, in FLOPs for each byte."""
+        return self.flops / self.bandwidth
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h100-pcie", 756e12, 2e12),  # the paper's
+        Device("h100-sxm", 989e12, 3.35e12),
+        Device("h200", 989e12, 4.8e12),
+        Device("a100-80gb", 312e12, 2.039e12),
+    )
+}
+PAPER_DEVICE = "h100-pcie"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """One layer in one decode step: f, c and w of the module's docstring. Zero FLOPs: nothing is rebuilt."""
+
+    flops_per_token: float
+    cache_bytes_per_token: float
+    weight_bytes: float
+
+    def longest_hidden(self, ridge: float) -> float:
+        """l, the exact solution in tokens of all sequences together; infinite where reading always takes longer."""
+        surplus = self.flops_per_token - ridge * self.cache_bytes_per_token
+        return ridge * self.weight_bytes / surplus if surplus > 0 else math.inf
+
+    def intensity(self, tokens: float) -> float:
+        """FLOPs of rebuilding for each byte read, at `tokens` cached tokens."""
+        return self.flops_per_token * tokens / (self.cache_bytes_per_token * tokens + self.weight_bytes)
+
+
+def longest_hidden(layers: Iterable[LayerCost], ridge: float) -> float:
+    """l of the first layer in which rebuilding shows: the smallest. Infinite where no layer rebuilds anything."""
+    return min((layer.longest_hidden(ridge) for layer in layers), default=math.inf)
+
+
+def device(text: str) -> Device:
+    """A device by its name in `DEVICES`, or FLOPS:BYTES, its peaks in one second, such as 756e12:2e12. ValueError names what there is."""
+    if text.lower() in DEVICES:
+        return DEVICES[text.lower()]
+    flops, separator, bandwidth = text.partition(":")
+    try:
+        rates = float(flops), float(bandwidth)
+    except ValueError:
+        rates = (0.0, 0.0)
+    if not separator or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+        raise ValueError(f"device {text!r} is unknown: write one of {', '.join(DEVICES)}, or FLOPS:BYTES such as 756e12:2e12")
+    return Device(text, *rates)
+
+
+# --- f ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def flops_of_both(key_width: int, value_width: int, kv_width: int) -> int:
+    """2 (C_k + C_v) K H: keys and values are rebuilt, as the paper counts. kv_width = K H."""
+    return 2 * (key_width + value_width) * kv_width
+
+
+def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: int) -> int:
+    """2 C_k K H + 2 N C_v: keys are rebuilt, and cached rows are weighed for the values of one query token. kv_width = K H."""
+    return 2 * key_width * kv_width + 2 * query_heads * value_width
+
+
+# --- c and w ------------------------------------------------------------------------------------------------------------------------------
+
+
+def weight_bytes(config: LayerDims, bytes_per_weight: float = 2) -> float:
+    """Of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases are left out, below a thousandth."""
+    d, h = config.hidden_size, config.head_dim
+    attention = 2 * d * h * (config.num_attention_heads + config.num_key_value_heads)
+    return bytes_per_weight * (attention + 3 * d * config.intermediate_size)
+
+
+def paper_cost(width: int, bits: float, group: int = 1, cross_layer: bool = False, base_bits: float = 4) -> LayerCost:
+    """The paper's own numbers of a layer of width d with g query heads for each KV head, at e bits, weights of 2 bytes.
+
+        g = 1   f = 4 d^2          c = e/8 d        w = 24 d^2                         equation (3), Llama-2-7B's 12 d^2 weights
+        g > 1   f = 4 (d/g)^2      c = e/8 d/g      w = 26 d^2 + 4 (d/g)^2             equation (4), Llama-3.1-8B's 13 d^2
+
+    (4) has e/8 d/g as it is printed, and 40.6K tokens follow from that; the text above it counts both latents, 2 e/8 d/g, which gives
+    41.6K. cross_layer adds what its last paragraph says of XQuant-CL: e_b/8 d bytes of the accumulator; 2 d FLOPs to add to it, and with
+    shared heads f = 8 d d/g for two projections out of the accumulator and one into it, and both latents' bytes.
+    """
+    latent, d = width / group, width
+    weights = 24 * d**2 if group == 1 else 26 * d**2 + 4 * latent**2
+    if not cross_layer:
+        return LayerCost(4 * latent**2, bits / 8 * latent, weights)
+    flops = 4 * d**2 if group == 1 else 8 * d * latent
+    deltas = bits / 8 * latent * (1 if group == 1 else 2)
+    return LayerCost(flops + 2 * d, deltas + base_bits / 8 * d, weights)
