@@ -126,20 +126,35 @@ def weight_bytes(config: LayerDims, bytes_per_weight: float = 2) -> float:
     return bytes_per_weight * (attention + 3 * d * config.intermediate_size)
 
 
-def paper_cost(width: int, bits: float, group: int = 1, cross_layer: bool = False, base_bits: float = 4) -> LayerCost:
-    """The paper's own numbers of a layer of width d with g query heads for each KV head, at e bits, weights of 2 bytes.
+def paper_cost(
+    width: int,
+    kv_width: int,
+    bits: float,
+    *,
+    latent: bool,
+    weights: float | None = None,
+    cross_layer: bool = False,
+    base_bits: float = 4,
+) -> LayerCost:
+    """The paper's own numbers of a layer of width d = `width` with d/g = `kv_width` channels of keys, at e bits without scales.
 
-        g = 1   f = 4 d^2          c = e/8 d        w = 24 d^2                         equation (3), Llama-2-7B's 12 d^2 weights
-        g > 1   f = 4 (d/g)^2      c = e/8 d/g      w = 26 d^2 + 4 (d/g)^2             equation (4), Llama-3.1-8B's 13 d^2
+        x form      f = 4 d (d/g)      c = e/8 d        w = weights                    equation (3), where g = 1
+        latents     f = 4 (d/g)^2      c = e/8 d/g      w = weights + 4 (d/g)^2        equation (4)
 
-    (4) has e/8 d/g as it is printed, and 40.6K tokens follow from that; the text above it counts both latents, 2 e/8 d/g, which gives
-    41.6K. cross_layer adds what its last paragraph says of XQuant-CL: e_b/8 d bytes of the accumulator; 2 d FLOPs to add to it, and with
-    shared heads f = 8 d d/g for two projections out of the accumulator and one into it, and both latents' bytes.
+    weights: bytes of a layer's matrices; without, the paper's 2 * 12 d^2 (Llama-2-7B) and 2 * 13 d^2 (Llama-3.1-8B). Equation (4) reads
+    e/8 d/g for each token, and 40.6K tokens follow from that; the text above it counts both latents, 2 e/8 d/g, which gives 41.6K.
+
+    cross_layer, XQuant-CL, of which the paper has the terms but no equation: to c, e_b/8 d bytes of the accumulator; to f, 2 d to add to
+    it; with latents f = 8 d d/g (out of the accumulator for both sides, and into it), c has both latents, and w has U_kv, 4 d d/g bytes.
     """
-    latent, d = width / group, width
-    weights = 24 * d**2 if group == 1 else 26 * d**2 + 4 * latent**2
-    if not cross_layer:
-        return LayerCost(4 * latent**2, bits / 8 * latent, weights)
-    flops = 4 * d**2 if group == 1 else 8 * d * latent
-    deltas = bits / 8 * latent * (1 if group == 1 else 2)
-    return LayerCost(flops + 2 * d, deltas + base_bits / 8 * d, weights)
+    if weights is None:
+        weights = 2 * (13 if latent else 12) * width**2
+    if not latent:
+        flops, read = 4 * width * kv_width, bits / 8 * width
+    elif cross_layer:
+        flops, read, weights = 8 * width * kv_width, 2 * bits / 8 * kv_width, weights + 4 * width * kv_width
+    else:
+        flops, read, weights = 4 * kv_width**2, bits / 8 * kv_width, weights + 4 * kv_width**2
+    if cross_layer:
+        flops, read = flops + 2 * width, read + base_bits / 8 * width
+    return LayerCost(flops, read, weights)

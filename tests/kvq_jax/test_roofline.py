@@ -28,6 +28,11 @@ def config(sizes) -> LlamaConfig:
     return LlamaConfig(vocab_size=32, num_hidden_layers=1, max_position_embeddings=64, **sizes)
 
 
+def equation(group: int, **more) -> LayerCost:
+    """The paper's, at 2 bits: (3) for a group of one query head, (4) for more."""
+    return paper_cost(D, D // group, 2, latent=group > 1, **more)
+
+
 def solved(name: str, group: int) -> Fraction:
     """Equations (3) and (4) at e = 2 bits, in whole numbers: P = 4 l w^2 / (l w / 4 + weights), w = d / g."""
     ridge, width = Fraction(int(DEVICES[name].flops), int(DEVICES[name].bandwidth)), D // group
@@ -37,14 +42,14 @@ def solved(name: str, group: int) -> Fraction:
 
 @pytest.mark.parametrize(("name", "group"), PRINTED)
 def test_the_papers_equations_give_its_lengths(name, group):
-    found = paper_cost(D, 2, group).longest_hidden(DEVICES[name].ridge)
+    found = equation(group).longest_hidden(DEVICES[name].ridge)
     assert found == pytest.approx(float(solved(name, group)), rel=1e-12), "not the exact solution"
     digits = {1: 2, 4: 3}[group] if name == "h100-pcie" else 2
     assert float(f"{found:.{digits}g}") == PRINTED[name, group], f"{found:.1f} tokens"
 
 
 def test_the_text_above_equation_4_reads_both_latents_and_gives_another_length():
-    cost, ridge = paper_cost(D, 2, 4), DEVICES["h100-pcie"].ridge
+    cost, ridge = equation(4), DEVICES["h100-pcie"].ridge
     both = LayerCost(cost.flops_per_token, 2 * cost.cache_bytes_per_token, cost.weight_bytes)
     assert f"{both.longest_hidden(ridge):.3g}" == "4.16e+04"
     assert f"{cost.longest_hidden(ridge):.3g}" == "4.06e+04"
@@ -52,11 +57,19 @@ def test_the_text_above_equation_4_reads_both_latents_and_gives_another_length()
 
 def test_xquant_cl_hides_for_less_where_heads_are_shared():
     ridge = DEVICES["h100-pcie"].ridge
-    plain, cross = (paper_cost(D, 2, 4, cross_layer=cross) for cross in (False, True))
+    plain, cross = (equation(4, cross_layer=cross) for cross in (False, True))
     assert cross.flops_per_token == 2 * 4 * D * D // 4 + 2 * D
     assert cross.cache_bytes_per_token == 2 * 2 / 8 * D // 4 + 4 / 8 * D
     assert cross.longest_hidden(ridge) < plain.longest_hidden(ridge) / 5
-    assert paper_cost(D, 2, cross_layer=True).flops_per_token == 4 * D * (D + 0.5), "the paper's own simplification"
+    assert cross.weight_bytes == 26 * D**2 + 4 * D * D // 4
+    assert equation(1, cross_layer=True).flops_per_token == 4 * D * (D + 0.5), "the paper's own simplification"
+
+
+@pytest.mark.parametrize(("sizes", "group"), [(LLAMA_2_7B, 1), (LLAMA_3_1_8B, 4)], ids=["Llama-2-7B", "Llama-3.1-8B"])
+def test_the_models_own_weights_in_the_equations_give_the_same_length(sizes, group):
+    own = equation(group, weights=roofline.weight_bytes(config(sizes)))
+    assert own.longest_hidden(378) == pytest.approx(PRINTED["h100-pcie", group], rel=0.005)
+    assert equation(group, weights=1e8).longest_hidden(378) < PRINTED["h100-pcie", group] / 2
 
 
 def test_at_the_solution_intensity_is_the_ridge_point_and_beyond_it_more():
