@@ -40,10 +40,10 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
     cache = layout(spec, config, 1, 1)
     bits = elements = 0
     for plan in cache.plans:
+        tokens = plan.regions.block * 32
         for codec in plan.codecs:
-            tokens = plan.regions.block * 32
             bits += 8 * sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(codec.body(1, plan.heads, tokens)))
-            elements += plan.heads * tokens * plan.head_dim
+        elements += 2 * plan.heads * tokens * plan.head_dim
     return bits / elements
 
 
@@ -87,9 +87,9 @@ def components(cache: Cache) -> tuple[Component, ...]:
     """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt
     statistics. Their sum is `nbytes(cache)`."""
     totals: dict[tuple[str, str], int] = {}
-    for layer in cache.layers:
+    for plan, layer in zip(cache.plans, cache.layers, strict=True):
         for field in dataclasses.fields(layer):
-            for side, tree in zip(("k", "v"), getattr(layer, field.name), strict=True):
+            for side, tree in zip(plan.names, getattr(layer, field.name), strict=True):
                 for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
                     name = field.name if field.name != "body" else _body_name(path)
                     totals[side, name] = totals.get((side, name), 0) + nbytes(leaf)

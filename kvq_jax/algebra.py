@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from kvq_jax import cross_layer
 from kvq_jax.array_types import LengthsB, Tree
 from kvq_jax.body import load_row_blocks
 from kvq_jax.cache import Cache
@@ -37,7 +38,10 @@ def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...
         raise ValueError(f"lengths must be [{cache.batch}], got shape {kept.shape}")
     kept = jnp.clip(kept, 0, cache.lengths)
     own = parameters or ((),) * len(cache.layers)
-    layers = (_trim_layer(plan, p, state, cache.lengths, kept) for plan, p, state in zip(cache.plans, own, cache.layers, strict=True))
+    layers, below = [], None
+    for plan, p, state in zip(cache.plans, own, cache.layers, strict=True):
+        state, below = _trim_layer(plan, p, state, cache.lengths, kept, below)
+        layers.append(state)
     return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
 
 
@@ -78,7 +82,10 @@ def merge_rows(first: Cache, second: Cache) -> Cache:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
 
 
-def _trim_layer(plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB) -> LayerState:
+def _trim_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB, below: Array | None
+) -> tuple[LayerState, Array | None]:
+    """The shorter state, and the accumulator [B, 1, T, D] of the blocks that can come back, where layers build on each other."""
     regions = plan.regions
     emptied = (new == 0) & (old > 0)
 
@@ -90,15 +97,19 @@ def _trim_layer(plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB,
     # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens touches.
     blocks = min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block)
     if not blocks:
-        return dataclasses.replace(state, stats=stats)
+        return dataclasses.replace(state, stats=stats), None
     first = jnp.minimum(regions.body(new), regions.body_capacity - blocks * regions.block)  # [B], the first body token to decode
     held = regions.ring_positions(new)
     coded = held - regions.sink  # body index of the token that each ring slot holds now
     returns = (coded >= regions.body(new)[:, None]) & (coded < regions.body(old)[:, None])
-    ring = []
+    ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
         body = load_row_blocks(codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks)
-        rows = codec.decode((params or ((), ()))[side], state.stats[side], body)
+        own = (params or ((), ()))[side]
+        rows = codec.decode(own, state.stats[side], body)
+        if plan.cross_layer:
+            carried = cross_layer.after(plan.cross_layer, own, rows, below)
+        rows = cross_layer.decoded(codec, own, rows, below)
         back = take_tokens(rows, coded - first[:, None]).astype(state.ring[side].dtype)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
-    return dataclasses.replace(state, ring=tuple(ring), stats=stats)
+    return dataclasses.replace(state, ring=tuple(ring), stats=stats), carried

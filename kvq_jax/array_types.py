@@ -61,8 +61,8 @@ class LayerInputs:
 
     Shapes: x [B, T, D]; q_pre, q_rot [B, N, T, H]; k_pre, k_rot, v [B, K, T, H]; positions [B, T] int32; valid [B, T] bool.
     `x` is the input of the attention projections, after RMSNorm. `*_pre` is before RoPE (after bias and QK-norm), `*_rot` after it.
-    `rope` re-applies the same rotation to rows that were cached before RoPE.
-    Rows that a caller does not have (tests of a method that reads only keys and values) may be None.
+    `rope` re-applies the same rotation to rows that were cached before RoPE. `residual` [B, T, D] is the residual stream that x was
+    normalized from. Rows that a caller does not have (tests of a method that reads only keys and values) may be None.
     """
 
     x: Float[Array, "B T D"] | None
@@ -74,3 +74,23 @@ class LayerInputs:
     positions: PositionsBT
     valid: ValidBT
     rope: Rope | None
+    residual: Float[Array, "B T D"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """What of one layer's weights a cache method may build on: everything between the residual stream and the keys and values.
+
+        x = norm(residual, input_norm),   k_pre = norm_heads(x k_kernel + k_bias, k_norm),   v = x v_kernel + v_bias
+
+    Shapes: kernels [D, K * H], biases [K * H] or None, input_norm [D], k_norm [H] or None (no QK-norm), norm_eps [] fp32.
+    """
+
+    k_kernel: Float[Array, "D KH"]
+    v_kernel: Float[Array, "D KH"]
+    k_bias: Float[Array, " KH"] | None
+    v_bias: Float[Array, " KH"] | None
+    k_norm: Float[Array, " H"] | None
+    input_norm: Float[Array, " D"]
+    norm_eps: Float[Array, ""]

@@ -89,4 +89,8 @@ def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int
     beyond = [i for i in spec.skip_layers if i >= dims.num_hidden_layers]
     if beyond:
         raise ValueError(f"skip_layers names layer {beyond[0]}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
+    for method in (spec.k, spec.v):
+        first = method.carries_from()
+        if first is not None and first >= dims.num_hidden_layers:
+            raise ValueError(f"{method.name} starts at layer {first}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
     return spec, dims, jnp.dtype(dtype).name

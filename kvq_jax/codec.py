@@ -12,14 +12,15 @@ heads.
 from __future__ import annotations
 
 import abc
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.body import Leaf
 from kvq_jax.rope import Rope, rotate
 
 Side = Literal["k", "v"]
@@ -31,7 +32,20 @@ class Codec(abc.ABC):
     - `encode` codes whole blocks independently: encode(a ++ b) == encode(a) ++ encode(b) along tokens.
     - Rows of the batch are independent: a prompt has the same codes alone and inside a batch.
     - `scores(query(q), body) == q . vectors(decode(body))` and `weighted(p, body) == p . vectors(decode(body))`, to fp32 rounding.
+
+    takes_weights: its parameters come from the layer's weights (`from_weights`).
     """
+
+    takes_weights: ClassVar[bool] = False
+
+    @property
+    def joint(self) -> bool:
+        """Whether both sides share one body and its windows, which the key side's codec encodes, and one tree of parameters."""
+        return False
+
+    def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
+        """(heads, channels) of the cached rows in a layer with K KV heads of H channels."""
+        return heads, head_dim
 
     @abc.abstractmethod
     def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
@@ -59,6 +73,11 @@ class Codec(abc.ABC):
         """The parameters, from what `rows` gave for tokens of a calibration text and the gradient of the mean loss with respect to it.
         ValueError, in one line, where they cannot be had from these rows."""
         raise NotImplementedError(f"{type(self).__name__} takes no calibration")
+
+    def from_weights(self, weights: LayerWeights) -> Tree:
+        """The parameters that follow from the layer's weights alone, made once when a model is loaded. Where the weights are
+        ShapeDtypeStructs, so are the results. Weights that are used as they are come back as the same arrays."""
+        return ()
 
     def calibration_key(self) -> str:
         """The options that calibrated parameters depend on, as text: parameters of one key serve every codec with that key."""
@@ -106,6 +125,35 @@ class Codec(abc.ABC):
     def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
         """(format, scheme, divisor of the rows or None) for `pallas_kernels.quantize`; None where `encode` has no kernel."""
         return None
+
+
+class CrossLayerCodec(Codec):
+    """A joint codec whose rows are coded as the difference from what the layers below already say of them.
+
+    The accumulator, an array [B, S, D] over the body's tokens, flows through the layers as `carry`. `body` holds coded differences, and
+    attention reads the accumulator as it is after this layer, so `scores` and `weighted` get a chunk of that in place of the body.
+    """
+
+    @property
+    def joint(self) -> bool:
+        return True
+
+    @property
+    @abc.abstractmethod
+    def starts(self) -> bool:
+        """True in the base layer: no accumulator comes in, one goes out."""
+
+    @abc.abstractmethod
+    def accumulator(self, batch: int, tokens: int) -> Leaf:
+        """The accumulator of `tokens` body tokens; its token axis is 1."""
+
+    @abc.abstractmethod
+    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> RowsBKTH:
+        """The rows as the layers below tell them, fp32: what is subtracted before coding and added after decoding."""
+
+    @abc.abstractmethod
+    def accumulated(self, params: Tree, accumulator: Float[Array, "B T D"], differences: RowsBKTH) -> Float[Array, "B T D"]:
+        """The accumulator with this layer's decoded differences added, fp32."""
 
 
 def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"]) -> Float[Array, "B K R C"]:

@@ -2,14 +2,13 @@
 
 Every method shares this file; what differs between methods is in their codecs. The functions are pure: state in, state out.
 
-`carry` is a value that flows through the layers of one forward pass. It is `()` for methods whose layers are independent, which are all
-those whose layers this file serves; a cross-layer method brings its own plan with the same functions.
+`carry` is a value that flows through the layers of one forward pass: `()` for methods whose layers are independent, the accumulator for
+cross-layer methods (cross_layer.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -17,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvq_jax import cross_layer
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
 from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.body import Leaf, store_blocks
 from kvq_jax.codec import Codec
 from kvq_jax.plan import LayerPlan, LayerState
-from kvq_jax.regions import Regions
 
 ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 
@@ -39,9 +38,11 @@ def prefill_layer(
     params = params or ((), ())
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
-    out = streaming.attend(plan, params, state, state.body, inputs, limits)
     how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1, inputs.q_rot.shape[0])
-    return out, append_layer(plan, params, state, inputs, prefill=True, how=how), carry
+    after = append_layer(plan, params, state, inputs, carry, prefill=True, how=how)
+    carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
+    out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
+    return out, after, carry
 
 
 def decode_layer(
@@ -52,16 +53,17 @@ def decode_layer(
     params = params or ((), ())
     batch, heads, tokens, _ = inputs.q_rot.shape
     how = dispatch.choose(implementation, plan, heads, tokens, batch)
-    after = append_layer(plan, params, state, inputs, prefill=False, how=how)
+    after = append_layer(plan, params, state, inputs, carry, prefill=False, how=how)
+    carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     limits = plan.regions.body(inputs.positions + 1)
-    return dispatch.attend(plan, params, state, after.body, inputs, limits, how), after, carry
+    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, how), after, carry
 
 
 def append_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, *, prefill: bool, how: Launch | None = None
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, how: Launch | None = None
 ) -> LayerState:
     """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
-    body, by a kernel where `how` launches one."""
+    body, by a kernel where `how` launches one. `carry` is read where the plan builds on the layer below."""
     regions = plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
@@ -70,8 +72,14 @@ def append_layer(
         rows = codec.rows((params or ((), ()))[side], inputs).astype(state.ring[side].dtype)
         sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
         ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(regions, codec, (params or ((), ()))[side], state, side, rows, start, total, prefill, how))
+        body.append(_age(plan, codec, (params or ((), ()))[side], state, side, rows, start, total, carry, prefill, how))
     return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
+
+
+def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
+    """Body tokens of each row once the valid tokens of `inputs` are in."""
+    start = inputs.positions[:, 0]
+    return plan.regions.body(start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype))
 
 
 def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs) -> LayerState:
@@ -80,7 +88,7 @@ def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: L
     def select(new: Array, old: Array) -> Array:
         return jnp.where(fresh.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    found = tuple(codec.statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=True))
+    found = tuple(codec.statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
     return dataclasses.replace(state, stats=jax.tree.map(select, found, state.stats))
 
 
@@ -98,15 +106,21 @@ def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Floa
     return jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip")
 
 
-def _by_chunks(code: Callable[[Array], Tree], block: Tree, rows: Float[Array, "B K T C"], tokens: int) -> Tree:
-    """code(rows), ENCODE_CHUNK tokens at a time, which bounds what quantizing a long prompt needs beside its rows. `block` describes the
-    arrays of one block of `tokens` tokens."""
-    blocks, per_chunk = rows.shape[2] // tokens, max(1, ENCODE_CHUNK // tokens)
+def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: int) -> Tree:
+    """code(source), ENCODE_CHUNK tokens at a time, which bounds what quantizing a long prompt needs beside its rows. Arrays of `source`
+    have their tokens on axis 2; `block` describes the coded arrays of one block of `tokens` tokens."""
+    blocks, per_chunk = jax.tree.leaves(source)[0].shape[2] // tokens, max(1, ENCODE_CHUNK // tokens)
     chunks = -(-blocks // per_chunk)
     if chunks == 1:
-        return code(rows)
-    padded = jnp.pad(rows, ((0, 0), (0, 0), (0, (chunks * per_chunk - blocks) * tokens), (0, 0)))
-    coded = lax.map(lambda i: code(lax.dynamic_slice_in_dim(padded, i * per_chunk * tokens, per_chunk * tokens, 2)), jnp.arange(chunks))
+        return code(source)
+    missing = (chunks * per_chunk - blocks) * tokens
+    padded = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0))), source)
+
+    def one(i: Array) -> Tree:
+        at, count = i * per_chunk * tokens, per_chunk * tokens
+        return code(jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, count, 2), padded))
+
+    coded = lax.map(one, jnp.arange(chunks))
 
     def joined(leaf: Leaf, found: Array) -> Array:
         axis = leaf.token_axis
@@ -118,7 +132,7 @@ def _by_chunks(code: Callable[[Array], Tree], block: Tree, rows: Float[Array, "B
 
 
 def _age(
-    regions: Regions,
+    plan: LayerPlan,
     codec: Codec,
     params: Tree,
     state: LayerState,
@@ -126,10 +140,12 @@ def _age(
     rows: Array,
     start: LengthsB,
     total: LengthsB,
+    carry: Tree,
     prefill: bool,
     how: Launch | None,
 ) -> Tree:
     """The body with the blocks that leave the window when `start` tokens become `total`."""
+    regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = min(-(-tokens // block), regions.body_capacity // block)
     if not blocks:
@@ -141,8 +157,12 @@ def _age(
 
     def encode() -> Tree:
         source = take_tokens(jnp.concatenate([state.ring[side], rows], axis=2), index)
-        code = functools.partial(dispatch.encode, codec, params, state.stats[side], prefill=prefill, how=how)
-        return code(source) if how is not None else _by_chunks(code, codec.body(1, 1, block), source, block)
+        below = cross_layer.tokens_of(plan, carry, position - regions.sink)
+
+        def code(source: tuple[Array, Array | None]) -> Tree:
+            return dispatch.encode(codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, how=how)
+
+        return code((source, below)) if how is not None else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))

@@ -62,6 +62,10 @@ class Method(abc.ABC):
     def windows(self) -> Windows:
         """Default window sizes: those closest to the paper under the project's one ageing rule."""
 
+    def carries_from(self) -> int | None:
+        """The layer from which on every layer builds on the one below it; None where layers are independent."""
+        return None
+
     @abc.abstractmethod
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         """The codec of one side of one layer. ValueError where the options do not fit the model or the block."""

@@ -142,10 +142,11 @@ def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
     return tuple(d for d in range(1, min(size, up_to or size) + 1) if size % d == 0)
 
 
-def resolve_group(requested: int, size: int, what: str) -> int:
-    """The group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to 32. ValueError lists the divisors."""
+def resolve_group(requested: int, size: int, what: str, largest: int = 32) -> int:
+    """The group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to `largest`. ValueError lists the
+    divisors."""
     if requested == 0:
-        return divisors(size, 32)[-1]
+        return divisors(size, largest)[-1]
     if size % requested:
         raise ValueError(f"group_size={requested} does not divide {what} ({size}); divisors: {', '.join(map(str, divisors(size)))}")
     return requested

@@ -10,6 +10,7 @@ from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvquant import KVQuant
 from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
+from kvq_jax.methods.xquant import XQuant, XQuantCL
 
 METHODS: dict[str, type[Method]] = {
     "dense": Dense,
@@ -19,5 +20,7 @@ METHODS: dict[str, type[Method]] = {
     "polarquant": PolarQuant,
     "squat": Squat,
     "squat_pre": SquatPre,
+    "xquant": XQuant,
+    "xquant_cl": XQuantCL,
     **{method.name: method for method in (*INT_METHODS, *NORMAL_FLOAT_METHODS)},
 }

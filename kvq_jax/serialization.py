@@ -171,14 +171,14 @@ def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeSt
 
 def _named(cache: Cache) -> dict[str, Any]:
     """The leaves of a cache, or of its layout, by path: layers.0.body.k.words.0."""
-    return {".".join(_steps(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+    return {".".join(_steps(cache, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
 
 
-def _steps(path: tuple[Any, ...]) -> list[str]:
+def _steps(cache: Cache, path: tuple[Any, ...]) -> list[str]:
     """`layers`, number, field, side, then the codec's own names: the second index in a layer is the side."""
     steps = [str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path]
     if steps[0] == "layers":
-        steps[3] = ("k", "v")[int(steps[3])]
+        steps[3] = cache.plans[int(steps[1])].names[int(steps[3])]
     return steps
 
 

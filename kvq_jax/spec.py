@@ -50,13 +50,26 @@ class CacheSpec:
             return k + separator + ",".join(cache) if cache else k
         return f"k={k}+v={v}" + (f"+cache:{','.join(cache)}" if cache else "")
 
+    def _check_skipped(self) -> None:
+        for method in (self.k, self.v):
+            first = method.carries_from()
+            late = [] if first is None else [layer for layer in self.skip_layers if layer >= first]
+            if late:
+                raise ValueError(
+                    f"skip_layers names layer {late[0]}: layers kept exact must lie before layer {first}, where {method.name} starts"
+                )
+
     def regions(self, capacity: int) -> Regions:
         return Regions(self.sink, self.recent, self.block, capacity)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
         """The plan of one layer: resolved codecs and regions. ValueError where the options do not fit the model."""
+        self._check_skipped()
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
         k_codec, v_codec = k.codec("k", index, dims, self.block, dtype), v.codec("v", index, dims, self.block, dtype)
+        if (k_codec.joint or v_codec.joint) and k != v:
+            joint = k if k_codec.joint else v
+            raise ValueError(f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this model; use it for both")
         return LayerPlan(k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim)
 
 

@@ -115,6 +115,7 @@ class Layer(nnx.Module):
             positions=positions_BT,
             valid=valid_BT,
             rope=rope,
+            residual=hidden_BTD,
         )
 
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: QueryBNTH) -> HiddenBTD:
@@ -130,7 +131,7 @@ class Llama(nnx.Module):
     embed             Param [V, D]
     layers            nnx.List of `Layer`
     norm, head        final RMSNorm; Linear [D, V], or None where the head is tied to `embed`
-    cache_parameters  what a cache method was calibrated with, one pytree per layer; () for methods without parameters
+    cache_parameters  what a cache method needs beside the codes, a pair (k, v) per layer; () for methods without parameters
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):

@@ -62,6 +62,12 @@ METHOD_CASES = (
         "polar32_kivi", "k=polarquant:angle_bits=3,radius_bits=2,group_size=16+v=kivi:bits=4+cache:sink=0,recent=4,block=16", 4.75, 0.3327
     ),
     MethodCase("polar_global", "k=polarquant:angle_bits=5,grid=global+v=innerq:bits=2+cache:sink=0,recent=8,block=16", 4.75, 0.2139),
+    MethodCase("xquant4", "xquant:sink=2,recent=3,block=16", 5.125, 0.0875),
+    MethodCase("xquant3_outlier", "xquant:bits=3,k_bits=4,group_size=8,exact_outlier_channel=true,sink=1,block=16", 7.5625, 0.1036),
+    MethodCase("xquant8_x", "xquant:bits=8,latent=false,scale_dtype=float32,recent=5,block=8", 8.5, 0.0224),
+    MethodCase("xquant_cl2", "xquant_cl:base_layer=0,sink=2,recent=3,block=16", 3.25, 0.2003),
+    MethodCase("xquant_cl3_x", "xquant_cl:base_layer=0,bits=3,latent=false,recent=5,block=8", 3.75, 0.0853),
+    MethodCase("xquant_cl_base", "xquant_cl:base_layer=1,group_size=16,sink=5", 6.0, 0.05),
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 

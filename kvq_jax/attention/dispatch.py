@@ -28,7 +28,7 @@ from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN
 
 if TYPE_CHECKING:
-    from kvq_jax.plan import LayerPlan, LayerState
+    from kvq_jax.plan import LayerPlan, LayerState, Sides
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
 MOST_COLUMNS = 16  # query heads of a KV head that a kernel's registers hold
@@ -41,7 +41,7 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
     if query_heads // plan.heads > MOST_COLUMNS:
         return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {MOST_COLUMNS}"
     least = SPAN
-    for name, codec in zip("kv", plan.codecs, strict=True):
+    for name, codec in zip("kv", (plan.k, plan.v), strict=True):
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
@@ -80,7 +80,7 @@ def attend(
     plan: LayerPlan,
     params: Tree,
     windows: LayerState,
-    body: tuple[Tree, Tree],
+    body: Sides,
     inputs: LayerInputs,
     limits: PositionsBT,
     how: Launch | None,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvq_jax import cross_layer
 from kvq_jax.array_types import LengthsB, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.body import load_body
 from kvq_jax.rope import Rope
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from kvq_jax.plan import LayerPlan, LayerState
 
 
-def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB) -> tuple[RowsBKTH, RowsBKTH]:
-    """Cached rows of both sides in token order, fp32 [B, K, S, C]; zeros from `lengths` on."""
+def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[RowsBKTH, ...]:
+    """Cached rows in token order, fp32 [B, K, S, C], of each codec of the plan; zeros from `lengths` on. `carry`: from the layer below."""
     regions = plan.regions
     position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))
     aged = regions.sink + regions.body(lengths)[:, None]
@@ -34,19 +35,22 @@ def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: Lengt
     found = []
     for side, codec in enumerate(plan.codecs):
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
-        body = codec.decode((params or ((), ()))[side], state.stats[side], stored)
+        own = (params or ((), ()))[side]
+        below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
+        body = cross_layer.decoded(codec, own, codec.decode(own, state.stats[side], stored), below)
         rows = jnp.concatenate([part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])], axis=2)
         found.append(jnp.where(live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0))
-    return found[0], found[1]
+    return tuple(found)
 
 
-def decode_vectors(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, rope: Rope | None) -> tuple[RowsBKTH, RowsBKTH]:
+def decode_vectors(
+    plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, rope: Rope | None, carry: Tree = ()
+) -> tuple[RowsBKTH, RowsBKTH]:
     """Keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
-    rows = decode_rows(plan, params, state, lengths)
+    rows = decode_rows(plan, params, state, lengths, carry)
     positions = jnp.broadcast_to(jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity))
     params = params or ((), ())
-    k, v = (codec.vectors(p, r, positions, rope) for codec, p, r in zip(plan.codecs, params, rows, strict=True))
-    return k, v
+    return plan.k.vectors(params[0], rows[0], positions, rope), plan.v.vectors(params[1], rows[-1], positions, rope)
 
 
 def attend(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH, mask: Bool[Array, "B T S"]) -> Float[Array, "B N T H"]:

@@ -22,7 +22,7 @@ from kvq_jax.codec import dot_rows, weigh_rows
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
-    from kvq_jax.plan import LayerPlan, LayerState
+    from kvq_jax.plan import LayerPlan, LayerState, Sides
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most
 BODY_CHUNK_ELEMENTS = 11 << 16  # their rows of K or of V, or their scores, the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
@@ -34,7 +34,7 @@ def attend(
     plan: LayerPlan,
     params: Tree,
     windows: LayerState,
-    body: tuple[Tree, Tree],
+    body: Sides,
     inputs: LayerInputs,
     limits: PositionsBT,
     read_body: BodyReader | None = None,
@@ -42,8 +42,9 @@ def attend(
     """softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
 
     windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows.
-    body: the bodies to read. limits [B, T]: how many body tokens each query sees; positions from sink + limit on come from exact
-    rows. What a query at padding gets is finite and unspecified. read_body adds the body's part: `read_chunks` unless given.
+    body: what to read beyond the windows, see `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from
+    sink + limit on come from exact rows. What a query at padding gets is finite and unspecified. read_body adds the body's part:
+    `read_chunks` unless given.
     """
     view = _view(plan, params, windows, body, inputs)
     tokens = inputs.q_rot.shape[2]
@@ -68,10 +69,11 @@ def attend(
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
-def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"]) -> int:
-    """Body tokens that query rows read in one step, whole blocks: neither their rows nor their scores exceed BODY_CHUNK_ELEMENTS."""
+def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"], row_width: int = 0) -> int:
+    """Body tokens that query rows read in one step, whole blocks: neither their vectors nor their scores, nor cached rows of `row_width`
+    channels, exceed BODY_CHUNK_ELEMENTS."""
     batch, heads, queries, head_dim = rows.shape
-    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * heads * max(head_dim, queries)))
+    tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * max(heads * head_dim, heads * queries, row_width)))
     return min(max(tokens // block, 1) * block, capacity)
 
 
@@ -88,8 +90,8 @@ class View(NamedTuple):
 
     plan: LayerPlan
     params: Tree
-    stats: tuple[Tree, Tree]
-    body: tuple[Tree, Tree]
+    stats: Sides
+    body: Sides
     rope: Rope | None
     keys: RowsBKTH
     values: RowsBKTH
@@ -101,18 +103,20 @@ class View(NamedTuple):
 BodyReader: TypeAlias = Callable[[View, Queries, Array, online.Part], online.Part]
 
 
-def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: tuple[Tree, Tree], inputs: LayerInputs) -> View:
+def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, inputs: LayerInputs) -> View:
     regions = plan.regions
     start = inputs.positions[:, :1]
     sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=start.dtype)[None], (start.shape[0], regions.sink_slots))
     ring = regions.ring_positions(start[:, 0])
     positions = jnp.concatenate([sink, ring, inputs.positions], axis=1)
     real = jnp.concatenate([sink < start, (ring >= regions.sink) & (ring < start), inputs.valid], axis=1)
+    old = positions[:, : -inputs.positions.shape[1]]
     vectors = []
-    for side, codec in enumerate(plan.codecs):
-        new = codec.rows(params[side], inputs).astype(windows.ring[side].dtype)
-        rows = jnp.concatenate([windows.sink[side], windows.ring[side], new], axis=2)
-        vectors.append(codec.vectors(params[side], rows, positions, inputs.rope))
+    for side, (codec, new) in enumerate(((plan.k, inputs.k_rot), (plan.v, inputs.v))):
+        home = 0 if plan.joint else side
+        rows = jnp.concatenate([windows.sink[home], windows.ring[home]], axis=2)
+        held = codec.vectors(params[side], rows, old, inputs.rope)
+        vectors.append(jnp.concatenate([held, new.astype(held.dtype)], axis=2))
     keys, values = vectors
     values = jnp.where(real[:, None, :, None], values, 0)  # a masked token has weight 0, but 0 * nan is nan
     return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
@@ -149,26 +153,28 @@ def _add_exact(view: View, queries: Queries, rows: Array, part: online.Part, new
 
 def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: online.Part) -> online.Part:
     """`part` with the body added: one chunk after the other is decoded and used."""
-    regions, (k_params, v_params), (k_stats, v_stats) = view.plan.regions, view.params, view.stats
+    plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
+    k_home, v_home = 0, len(plan.codecs) - 1
     size = regions.body_capacity
     if not size:
         return part
-    chunk = chunk_tokens(regions.block, size, rows)
-    query = view.plan.k.query(k_params, k_stats, rows)
+    chunk = chunk_tokens(regions.block, size, rows, plan.row_width)
+    query = plan.k.query(k_params, view.stats[k_home], rows)
 
     def step(i: Array, part: online.Part) -> online.Part:
         at, fresh = _window(i, chunk, size)
         index = at + jnp.arange(chunk)
         held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
 
-        def read(side: int, at: Array) -> Tree:
-            leaves = view.plan.codecs[side].body(1, 1, regions.block)
-            return load_chunk(leaves, view.body[side], at // regions.block, chunk // regions.block)
+        def read(home: int, at: Array) -> Tree:
+            leaves = plan.readable_leaves(home, 1, 1, regions.block)
+            return load_chunk(leaves, view.body[home], at // regions.block, chunk // regions.block)
 
         def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
-            return view.plan.v.weighted(v_params, v_stats, weights, read(1, _after(weights, at)), held, view.rope)
+            then = at if plan.joint else _after(weights, at)  # joint rows are decoded once, for keys and values
+            return plan.v.weighted(v_params, view.stats[v_home], weights, read(v_home, then), held, view.rope)
 
-        scores = _scaled(view.plan.k.scores(k_params, k_stats, query, read(0, at), held, view.rope), rows)
+        scores = _scaled(plan.k.scores(k_params, view.stats[k_home], query, read(k_home, at), held, view.rope), rows)
         seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
         return online.extend(part, scores, _per_row(seen, rows), weigh)
 

@@ -14,7 +14,7 @@ from kvq_jax.methods.dense import Dense
 from models import decoding
 from models.checkpoint import load_llama
 from models.cli import inputs
-from models.cli.console import UserError, format_bytes, input_errors, print_json, progress, warn
+from models.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
 from models.cli.continuation import Continuation
 from models.cli.timed import TimedGeneration
 from models.config import LlamaConfig
@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> None:
     request = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
-        llama = prepare(llama, options.cache, options.calibration)
+    with input_errors():
+        llama = prepare(llama, options.cache, options.calibration, progress=bar)
         cache = kvq.init_cache(options.cache, llama.config, 1, request.capacity, options.dtype)
     with progress("compiling"):
         generation = TimedGeneration(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax import cross_layer
 from kvq_jax.cache import CacheDims
 from tests.kvq_jax.layer_runs import CAPACITY, STEP, attend_reference, decode, decode_rows, parameters_of, prefill, sequences
 
@@ -21,19 +22,22 @@ def filled(spec: str, lengths: tuple[int, ...] = (CAPACITY,) * 8, dtype: str = "
     """A cache whose layers hold prompts of these lengths. Shared: do not donate it."""
     cache = kvq.init_cache(spec, DIMS, len(lengths), CAPACITY, dtype)
     stop = np.array(lengths, np.int32)
-    states = []
+    states, carry = [], ()
     for seed, (plan, state) in enumerate(zip(cache.plans, cache.layers, strict=True)):
         inputs = sequences(len(lengths), seed=seed, dtype=dtype).window(np.zeros_like(stop), stop, CAPACITY)
-        states.append(prefill(plan, parameters_of(plan), state, inputs, ())[1])
+        _, state, carry = prefill(plan, parameters_of(plan), state, inputs, carry)
+        states.append(state)
     return dataclasses.replace(cache, layers=tuple(states), lengths=jnp.asarray(stop))
 
 
 def rows_of(cache: kvq.Cache) -> list[list[np.ndarray]]:
-    """Decoded (keys, values) of every layer, zeros from the live length on."""
-    return [
-        [np.asarray(rows) for rows in decode_rows(p, parameters_of(p), s, cache.lengths)]
-        for p, s in zip(cache.plans, cache.layers, strict=True)
-    ]
+    """Decoded rows of every layer, zeros from the live length on."""
+    found, carry = [], ()
+    for plan, state in zip(cache.plans, cache.layers, strict=True):
+        params = parameters_of(plan)
+        found.append([np.asarray(rows) for rows in decode_rows(plan, params, state, cache.lengths, carry)])
+        carry = cross_layer.advance(plan, params, state, plan.regions.body(cache.lengths), carry)
+    return found
 
 
 def continued(cache: kvq.Cache, stop: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.array_types import LayerWeights
 from kvq_jax.attention import reference, streaming
 from kvq_jax.cache import CacheDims
 from kvq_jax.codec import Codec
@@ -25,7 +26,7 @@ from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.rope import rotate
 from tests.compile_options import QUICK_COMPILE
 
-DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128)
+DIMS = CacheDims(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128)
 CAPACITY = 90
 STEP = 8  # tokens of one decode call
 
@@ -45,9 +46,11 @@ def quick_jit(function: Callable, **options: Any) -> Callable:
     return jax.jit(with_small_chunks(function), compiler_options=QUICK_COMPILE, **options)
 
 
-def _reference(plan: LayerPlan, params: Any, state: LayerState, lengths: jax.Array, inputs: kvq.LayerInputs, seen: jax.Array) -> jax.Array:
+def _reference(
+    plan: LayerPlan, params: Any, state: LayerState, lengths: jax.Array, inputs: kvq.LayerInputs, seen: jax.Array, carry: Any = ()
+) -> jax.Array:
     """The definition of attention over a layer of `lengths` tokens, for queries that see `seen` [B, T, S]."""
-    k, v = reference.decode_vectors(plan, params, state, lengths, inputs.rope)
+    k, v = reference.decode_vectors(plan, params, state, lengths, inputs.rope, carry)
     return reference.attend(inputs.q_rot, k, v, seen)
 
 
@@ -61,13 +64,31 @@ decode_vectors = quick_jit(reference.decode_vectors, static_argnums=0)
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """B sequences of S tokens of one layer, as NumPy arrays: q [B, N, S, H]; k_pre, k_rot, v [B, K, S, H]."""
+    """B sequences of S tokens of one layer, as NumPy arrays: q [B, N, S, H]; k_pre, k_rot, v [B, K, S, H]; x [B, S, 2 K H]."""
 
     q: np.ndarray
     k_pre: np.ndarray
     k_rot: np.ndarray
     v: np.ndarray
     rope: kvq.Rope
+
+    @property
+    def x(self) -> np.ndarray:
+        """The layer input from which `layer_weights` make these keys and values."""
+        k, v = (np.moveaxis(np.asarray(a, np.float32), 1, 2).reshape(a.shape[0], a.shape[2], -1) for a in (self.k_pre, self.v))
+        return np.concatenate([k @ np.linalg.inv(key_map(k.shape[-1])), v], axis=-1, dtype=np.float32).astype(self.v.dtype)
+
+    def below(self, plan: LayerPlan, whole: bool = False) -> Any:
+        """The carry of the layer below: for layers that build on it, an accumulator near these inputs, of the body's tokens or of all."""
+        codec = plan.cross_layer
+        if codec is None or codec.starts:
+            return ()
+        x = np.asarray(self.x, np.float32)
+        held = 0.9 * x + 0.1 * np.random.default_rng(5).normal(size=x.shape[1:])
+        if not whole:
+            held = held[:, plan.regions.sink :][:, : plan.regions.body_capacity]
+        leaf = codec.accumulator(*held.shape[:2])
+        return leaf.store(jnp.asarray(held).astype(leaf.dtype))
 
     def window(self, start: np.ndarray, stop: np.ndarray, tokens: int, padding: float = np.nan) -> kvq.LayerInputs:
         """Tokens start[b] .. min(start[b] + tokens, stop[b]) of every row, right-padded to `tokens`."""
@@ -78,8 +99,8 @@ class Sequences:
         def cut(rows: np.ndarray) -> jax.Array:
             return jnp.asarray(np.where(valid[:, None, :, None], np.take_along_axis(rows, index, 2), np.asarray(padding, rows.dtype)))
 
-        q, k_pre, k_rot, v = map(cut, (self.q, self.k_pre, self.k_rot, self.v))
-        return kvq.LayerInputs(None, q, q, k_pre, k_rot, v, jnp.asarray(positions, jnp.int32), jnp.asarray(valid), self.rope)
+        x, q, k_pre, k_rot, v = map(cut, (self.x[:, None], self.q, self.k_pre, self.k_rot, self.v))
+        return kvq.LayerInputs(x[:, 0], q, q, k_pre, k_rot, v, jnp.asarray(positions, jnp.int32), jnp.asarray(valid), self.rope)
 
     def rows(self, index: list[int]) -> Sequences:
         return dataclasses.replace(self, **{f: getattr(self, f)[index] for f in ("q", "k_pre", "k_rot", "v")})
@@ -103,11 +124,29 @@ def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, 
     return Sequences(q, k_pre, k, v, rope)
 
 
+@functools.cache
+def key_map(width: int) -> np.ndarray:
+    """An invertible matrix whose singular values differ, so that its singular vectors are determined."""
+    rng = np.random.default_rng(7)
+    left, right = (np.linalg.qr(rng.normal(size=(width, width)))[0] for _ in range(2))
+    return (left * np.linspace(2, 0.5, width)) @ right
+
+
+def layer_weights(heads: int, head_dim: int) -> LayerWeights:
+    """Projections that take `Sequences.x` to its keys and values."""
+    width = heads * head_dim
+    zeros, eye = np.zeros((width, width)), np.eye(width)
+    k_kernel, v_kernel = (jnp.asarray(np.concatenate(pair), jnp.float32) for pair in ((key_map(width), zeros), (zeros, eye)))
+    ones = jnp.ones(2 * width, jnp.float32)
+    return LayerWeights(k_kernel, v_kernel, None, None, None, input_norm=ones, norm_eps=jnp.asarray(1e-5, jnp.float32))
+
+
 def empty(
     spec: str, batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, dtype: str = "float32"
 ) -> tuple[LayerPlan, LayerState]:
+    """The last layer of a new cache: in a cross-layer method, one that may build on another."""
     cache = kvq.init_cache(spec, dims, batch, capacity, dtype)
-    return cache.plans[0], cache.layers[0]
+    return cache.plans[-1], cache.layers[-1]
 
 
 @functools.cache
@@ -117,7 +156,11 @@ def parameters_of(plan: LayerPlan) -> Any:
     text = sequences(2, dims, seed=99)
     whole = text.window(np.zeros(2, np.int32), np.full(2, CAPACITY, np.int32), CAPACITY)
 
+    made = plan.from_weights(layer_weights(plan.heads, plan.head_dim))
+
     def of(codec: Codec) -> Any:
+        if codec.takes_weights:
+            return made[codec is plan.v and not plan.joint]
         if not codec.parameters(plan.heads):
             return ()
         rows = np.moveaxis(np.asarray(codec.rows((), whole)), 1, 2)[:, 5:].reshape(-1, plan.heads, plan.head_dim)
@@ -153,12 +196,12 @@ def run(
     if prompt.max() > 0:
         inputs = tokens.window(np.zeros_like(prompt), prompt, capacity, padding)
         if stats is None:
-            _, state, _ = prefill(plan, parameters_of(plan), state, inputs, ())
+            _, state, _ = prefill(plan, parameters_of(plan), state, inputs, tokens.below(plan))
         else:
-            state = append(plan, parameters_of(plan), state, inputs, prefill=True)
+            state = append(plan, parameters_of(plan), state, inputs, tokens.below(plan), prefill=True)
     at = np.array(prompt)
     while (at < stop).any():
-        out, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, stop, step, padding), ())
+        out, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, stop, step, padding), tokens.below(plan))
         for b in range(len(at)):
             new = min(step, max(stop[b] - at[b], 0))
             outputs[b, :, at[b] : at[b] + new] = np.asarray(out, np.float32)[b, :, :new]
@@ -170,8 +213,7 @@ def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, n
     """The entries of a state that stand for a token, by name; the others are zeroed."""
     regions = plan.regions
     found = {}
-    for side, codec in zip((0, 1), plan.codecs, strict=True):
-        name = "kv"[side]
+    for side, (name, codec) in enumerate(zip(plan.names, plan.codecs, strict=True)):
         held = np.asarray(regions.ring_positions(jnp.asarray(lengths)))
         aged = np.array([regions.body(int(n)) for n in lengths])
         in_ring = (held >= regions.sink) & (held >= regions.sink + aged[:, None])

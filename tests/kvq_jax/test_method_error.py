@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.body import load_body
 from kvq_jax.cache import CacheDims
-from tests.kvq_jax.layer_runs import STEP, Sequences, empty, parameters_of, run, sequences
+from tests.kvq_jax.layer_runs import STEP, Sequences, decode_vectors, empty, parameters_of, run, sequences
 from tests.methods_table import MethodCase, cases
 
 
@@ -49,13 +49,12 @@ def test_roundtrip_gives_what_the_body_would_return(case: MethodCase):
     tokens, full = sequences(), np.full(8, plan.regions.capacity, np.int32)
     sink, body = plan.regions.sink, plan.regions.body_capacity
     inputs = tokens.window(np.zeros(8, np.int32), full, plan.regions.capacity)
-    k_hat, v_hat = kvq.roundtrip_layer(case.spec, inputs, parameters_of(plan))
+    k_hat, v_hat, _ = kvq.roundtrip_layer(case.spec, inputs, parameters_of(plan), layer=1, carry=tokens.below(plan, whole=True))
     assert k_hat.shape == v_hat.shape == tokens.v.shape
     for found, given in ((k_hat, tokens.k_rot), (v_hat, tokens.v)):
         error = np.linalg.norm(np.asarray(found) - given) / np.linalg.norm(given)
         assert error <= 0.6, f"relative error {error:.2f}"
     if sink == 0 and body:  # groups of the body start where those of the whole sequence do
         _, after = run(plan, state, tokens, full, full)
-        own = parameters_of(plan) or ((), ())
-        rows = plan.v.decode(own[1], after.stats[1], load_body(plan.v.body(1, 1, plan.regions.block), after.body[1]))
-        np.testing.assert_allclose(np.asarray(rows, np.float32)[:, :, :body], np.asarray(v_hat)[:, :, :body], atol=1e-6)
+        _, v = decode_vectors(plan, parameters_of(plan), after, jnp.asarray(full), tokens.rope, tokens.below(plan))
+        np.testing.assert_allclose(np.asarray(v)[:, :, :body], np.asarray(v_hat)[:, :, :body], atol=1e-6)

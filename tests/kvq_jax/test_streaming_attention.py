@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +36,17 @@ def last_step(plan: LayerPlan, state: LayerState, tokens: Sequences, lengths: np
     start = np.maximum(lengths - 1, 0).astype(np.int32)
     _, before = run(plan, state, tokens, start, start)
     inputs = tokens.window(start, lengths, 1)
-    out, after, _ = decode(plan, parameters_of(plan), before, inputs, ())
+    out, after, _ = decode(plan, parameters_of(plan), before, inputs, tokens.below(plan))
     return np.asarray(out, np.float32), after, inputs
 
 
-def expected(plan: LayerPlan, state: LayerState, lengths: np.ndarray, inputs, seen: int = 0) -> np.ndarray:
+def expected(plan: LayerPlan, state: LayerState, lengths: np.ndarray, inputs, seen: int = 0, carry: Any = None) -> np.ndarray:
     """The reference for queries at the last token of each row; `seen` shifts how many tokens they see."""
+    carry = sequences().below(plan) if carry is None else carry
     mask = np.arange(plan.regions.capacity)[None, None] < (lengths + seen)[:, None, None]
-    return np.asarray(attend_reference(plan, parameters_of(plan), state, jnp.asarray(lengths), inputs, jnp.asarray(mask)), np.float32)
+    return np.asarray(
+        attend_reference(plan, parameters_of(plan), state, jnp.asarray(lengths), inputs, jnp.asarray(mask), carry), np.float32
+    )
 
 
 def shifted(plan: LayerPlan, state: LayerState, side: int) -> LayerState:
@@ -69,11 +73,14 @@ def test_decode_equals_the_reference_on_the_same_codes(case: MethodCase):
     rows = np.broadcast_to((lengths > 0)[:, None, None], out.shape[:3])
     assert agrees(out, want, 1e-5, rows), f"worst relative error {row_errors(out, want)[rows].max():.1e}"
 
-    swapped = dataclasses.replace(after, sink=after.sink[::-1], ring=after.ring[::-1])
+    def others(rows):
+        return rows[::-1] if len(rows) > 1 else tuple(r[..., ::-1] for r in rows)
+
+    swapped = dataclasses.replace(after, sink=others(after.sink), ring=others(after.ring))
     long = np.broadcast_to((lengths == plan.regions.capacity - 1)[:, None, None], out.shape[:3])
     assert not agrees(expected(plan, swapped, lengths, inputs), want, 1e-5, long), "windows of V for those of K pass"
     assert not agrees(np.zeros_like(out), want, 1e-5, long), "zeros pass"
-    for side in (0, 1):
+    for side in range(len(plan.codecs)):
         assert not agrees(expected(plan, shifted(plan, after, side), lengths, inputs), want, 1e-5, long), (
             f"scales of another group pass, {side=}"
         )
@@ -100,7 +107,7 @@ def test_prefill_is_exact_inside_the_prompt_and_reads_what_was_cached_before(cas
     plan, state = empty(case.spec)
     capacity, tokens = plan.regions.capacity, sequences()
     zero, lengths = np.zeros(8, np.int32), boundary_lengths(plan)
-    first, before, _ = prefill(plan, parameters_of(plan), state, tokens.window(zero, lengths, capacity), ())
+    first, before, _ = prefill(plan, parameters_of(plan), state, tokens.window(zero, lengths, capacity), tokens.below(plan))
     k, v = jnp.asarray(tokens.k_rot), jnp.asarray(tokens.v)
     inputs = tokens.window(zero, np.full(8, capacity, np.int32), capacity)
     causal = np.tril(np.ones((capacity, capacity), bool))
@@ -113,8 +120,10 @@ def test_prefill_is_exact_inside_the_prompt_and_reads_what_was_cached_before(cas
     # a second prompt part after a full body: the last token's output is that of the reference, its own part exact
     start, stop = np.full(8, capacity - 20, np.int32), np.full(8, capacity, np.int32)
     _, before = run(plan, state, tokens, start, start)
-    out, _, _ = prefill(plan, parameters_of(plan), before, tokens.window(start, stop, capacity), ())
-    k_hat, v_hat = (np.array(a) for a in decode_vectors(plan, parameters_of(plan), before, jnp.asarray(start), tokens.rope))
+    out, _, _ = prefill(plan, parameters_of(plan), before, tokens.window(start, stop, capacity), tokens.below(plan))
+    k_hat, v_hat = (
+        np.array(a) for a in decode_vectors(plan, parameters_of(plan), before, jnp.asarray(start), tokens.rope, tokens.below(plan))
+    )
     k_hat[:, :, capacity - 20 :], v_hat[:, :, capacity - 20 :] = tokens.k_rot[:, :, capacity - 20 :], tokens.v[:, :, capacity - 20 :]
     q = np.asarray(tokens.q)[:, :, -1].reshape(8, 2, 2, 32)
     s = np.einsum("bkgh,bksh->bkgs", q, k_hat) / np.sqrt(32)
@@ -149,7 +158,7 @@ def test_decode_equals_the_reference_for_every_head_shape(name: str, kv_heads: i
     out = None
     for start in range(0, plan.regions.capacity, 45):  # no prefill to compile: the cache is filled by steps
         at = np.minimum(start, lengths).astype(np.int32)
-        out_now, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, lengths, 45), ())
+        out_now, state, _ = decode(plan, parameters_of(plan), state, tokens.window(at, lengths, 45), tokens.below(plan))
         out = np.asarray(out_now, np.float32) if out is None else np.where(lengths[:, None, None, None] > start, out_now, out)
     last = np.stack([out[b][:, (lengths[b] - 1) % 45] for b in range(2)])[:, :, None]
     want = expected(plan, state, lengths, tokens.window(lengths - 1, lengths, 1))

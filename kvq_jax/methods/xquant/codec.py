@@ -1,0 +1,199 @@
+"""XQuant's codecs: rows are layer inputs or their latents, [B, 1, T, C]; keys and values are rebuilt from them, chunk by chunk.
+
+How rows are stored is another codec's matter (`stored`): uniform groups, or exact rows where the method runs without its quantization.
+Parameters of a layer, by name:
+
+    k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H]
+    basis       U [D, C] of the latent form
+    input_norm  [D] and input_eps [], where the residual stream is cached
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.body import Leaf
+from kvq_jax.codec import Codec, CrossLayerCodec, Side, dot_rows
+from kvq_jax.methods.xquant.projections import (
+    Projection,
+    factored,
+    normalized,
+    own_parameters,
+    project,
+    projection,
+    rotated_keys,
+    weighted_values,
+)
+from kvq_jax.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class OutlierChannel(Codec):
+    """Rows of `coded` whose first channel is kept exact beside the codes, as `dtype`. Source: XQuant, Appendix B."""
+
+    coded: Codec
+    dtype: str
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return self.coded.rows(params, inputs)
+
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
+        return self.coded.body(batch, heads, tokens), Leaf((batch, heads, tokens, 1), self.dtype, 2)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        rest = rows.at[..., 0].set(0)
+        return self.coded.encode(params, stats, rest, prefill=prefill), rows[..., :1].astype(jnp.dtype(self.dtype))
+
+    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        coded, exact = body
+        rest = self.coded.decode(params, stats, coded)
+        return jnp.concatenate([exact.astype(rest.dtype), rest[..., 1:]], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _XRows(Codec):
+    """What both methods share: rows x, or x U, of `channels` channels, coded by `stored`; `heads` is K."""
+
+    side: Side
+    stored: Codec
+    channels: int
+    heads: int
+    latent: bool
+
+    takes_weights: ClassVar[bool] = True
+
+    def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
+        return 1, self.channels
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        x = self.input_of(inputs)
+        return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
+
+    def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
+        return _given(inputs.x, "x")
+
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
+        return self.stored.body(batch, 1, tokens)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        return self.stored.encode((), (), rows, prefill=prefill)
+
+    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        return self.stored.decode((), (), body)
+
+    def kernel_side(self) -> Any:
+        return "keys are rebuilt from the layer's input by matrix products, which XLA does"
+
+    def rebuilt(self, own: Projection, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        """Keys after RoPE, or values, fp32."""
+        return rotated_keys(own, rows, self.heads, positions, rope) if self.side == "k" else project(own, rows, self.heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class XCodec(_XRows):
+    """XQuant: the layer's input x (C = D), one body for both sides, or the latents x U_k and x U_v (C = min(D, K H)), a body each."""
+
+    @property
+    def joint(self) -> bool:
+        return not self.latent
+
+    def from_weights(self, weights: LayerWeights) -> Tree:
+        if not self.latent:
+            return {"k": projection(weights, "k"), "v": projection(weights, "v")}
+        own = projection(weights, self.side)
+        basis, (kernel,) = factored(own["kernel"])
+        return {"basis": basis, self.side: own | {"kernel": kernel}}
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        return self.rebuilt(own_parameters(params)[self.side], rows, positions, rope).astype(rows.dtype)
+
+    def weighted(
+        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R H"]:
+        return weighted_values(own_parameters(params)["v"], weights, self.decode(params, stats, body))
+
+
+@dataclasses.dataclass(frozen=True)
+class XCrossLayerCodec(_XRows, CrossLayerCodec):
+    """XQuant-CL from the base layer on. With Q the quantizer and X^ the accumulator, D = `width` channels wide:
+
+        base          X^ = Q(X)
+        x form        X^_i = X^_{i-1} + Q(X_i - X^_{i-1})
+        latent form   X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U_i) U_i^T,      [W_k | W_v]_i = U_i S_i B_i^T
+        keys, values  X^_i W_k,  X^_i W_v
+
+    Cached rows are X or X U (min(D, 2 K H) channels; linear, so (X - X^) U = X U - X^ U needs no exact X). residual: X is the residual
+    stream, which is normalized before W_k and W_v. In the latent form `input_kernel` [D, K * H] takes the accumulator.
+    """
+
+    width: int
+    base: bool
+    residual: bool
+    accumulator_dtype: str
+
+    @property
+    def starts(self) -> bool:
+        return self.base
+
+    def accumulator(self, batch: int, tokens: int) -> Leaf:
+        return Leaf((batch, tokens, self.width), self.accumulator_dtype, 1)
+
+    def from_weights(self, weights: LayerWeights) -> Tree:
+        k, v = projection(weights, "k"), projection(weights, "v")
+        found: dict[str, Tree] = {"k": k, "v": v}
+        if self.latent:
+            basis, fused = factored(k["kernel"], v["kernel"])
+            k, v = ({**own, "kernel": part, "input_kernel": own["kernel"]} for own, part in zip((k, v), fused, strict=True))
+            found = {"basis": basis, "k": k, "v": v}
+        if self.residual:
+            found |= {"input_norm": weights.input_norm, "input_eps": weights.norm_eps}
+        return found
+
+    def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
+        return _given(inputs.residual, "residual") if self.residual else _given(inputs.x, "x")
+
+    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> RowsBKTH:
+        wide = accumulator.astype(jnp.float32)
+        return (jnp.einsum("btd,dc->btc", wide, self._basis(params)) if self.latent else wide)[:, None]
+
+    def accumulated(self, params: Tree, accumulator: Float[Array, "B T D"], differences: RowsBKTH) -> Float[Array, "B T D"]:
+        new = differences[:, 0].astype(jnp.float32)
+        return accumulator + (jnp.einsum("btc,dc->btd", new, self._basis(params)) if self.latent else new)
+
+    def _basis(self, params: Tree) -> Float[Array, "D C"]:
+        return own_parameters(params)["basis"].astype(jnp.float32)
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        own = own_parameters(params)
+        return self.rebuilt(own[self.side], self._normalized(own, rows), positions, rope).astype(rows.dtype)
+
+    def scores(
+        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        return dot_rows(query, rotated_keys(*self._from_accumulator(params, body), self.heads, positions, rope))
+
+    def weighted(
+        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R H"]:
+        own, rows = self._from_accumulator(params, body)
+        return weighted_values(own, weights, rows)
+
+    def _from_accumulator(self, params: Tree, accumulator: Float[Array, "B T D"]) -> tuple[Projection, RowsBKTH]:
+        """This side's projection of the accumulator, and the rows that it takes."""
+        own = own_parameters(params)
+        mine = own[self.side]
+        return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._normalized(own, accumulator[:, None])
+
+    def _normalized(self, own: dict[str, Tree], rows: RowsBKTH) -> RowsBKTH:
+        return normalized(rows, own["input_norm"], own["input_eps"]) if self.residual else rows
+
+
+def _given(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:
+    if rows is None:
+        raise ValueError(f"this method caches the layer's input, but LayerInputs.{name} is None")
+    return rows

@@ -1,0 +1,105 @@
+"""From cached layer inputs to keys and values, and the matrices for it, made once from a layer's weights.
+
+    x form        K = x W_k + b_k,               V = x W_v + b_v               the model's own matrices
+    latent form   K = (x U_k) (S_k B_k^T) + b_k,  W_k = U_k S_k B_k^T (thin SVD), W_v likewise
+
+K is then normalized per head where the model has QK-norm, and rotated. Exact to rounding: U has orthonormal columns that span those of
+W, so U U^T W = W. Source: Tomar et al., XQuant, sections 3.1 and 3.3.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.array_types import LayerWeights, RowsBKTH, Tree
+from kvq_jax.codec import Side
+from kvq_jax.rope import Rope, rotate
+
+Projection = dict[str, Array]
+
+
+def own_parameters(params: Tree) -> dict[str, Tree]:
+    """`params`, or a ValueError that says how to make them."""
+    if not params:
+        raise ValueError("xquant rebuilds keys and values from the model's projections: call llama = prepare(llama, spec) first")
+    return params
+
+
+def projection(weights: LayerWeights, side: Side) -> Projection:
+    """What makes one side of the layer's input: kernel [D, K * H]; bias [K * H] where there is one; for keys with QK-norm k_norm [H] and
+    norm_eps []. The model's own arrays."""
+    kernel, bias = (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
+    found = {"kernel": kernel}
+    if bias is not None:
+        found["bias"] = bias
+    if side == "k" and weights.k_norm is not None:
+        found |= {"k_norm": weights.k_norm, "norm_eps": weights.norm_eps}
+    return found
+
+
+def factored(*kernels: Float[Array, "D E"]) -> tuple[Array, tuple[Array, ...]]:
+    """(U, parts of S B^T) of the thin SVD of projections side by side, [W_1 | W_2 | ...] = U S B^T, computed in fp32.
+
+    U [D, R] with R = min(D, sum of widths), a part [R, E] for each kernel, in the kernels' dtype. A column of U has its sign chosen so
+    that its largest entry is positive: the same weights give the same factors.
+    """
+    dtype, widths = kernels[0].dtype, [kernel.shape[1] for kernel in kernels]
+    if isinstance(kernels[0], jax.ShapeDtypeStruct):
+        depth = kernels[0].shape[0]
+        rank = min(depth, sum(widths))
+        shapes = [(depth, rank), *((rank, width) for width in widths)]
+        basis, *parts = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        return basis, tuple(parts)  # type: ignore[return-value]  # shapes in, shapes out
+    u, s, bt = np.linalg.svd(np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1), full_matrices=False)
+    signs = np.where(u[np.abs(u).argmax(axis=0), np.arange(u.shape[1])] < 0, -1, 1).astype(np.float32)
+    fused = np.split((s * signs)[:, None] * bt, np.cumsum(widths)[:-1], axis=1)
+    return jnp.asarray(u * signs, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
+
+
+def normalized(x: Float[Array, "... C"], scale: Float[Array, " C"], eps: Float[Array, ""]) -> Float[Array, "... C"]:
+    """RMSNorm in fp32: x / sqrt(mean(x^2) + eps) * scale."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide * inverse * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+
+
+def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float[Array, "B K T H"]:
+    """Keys before RoPE, or values: products in the kernel's dtype, the rest fp32."""
+    kernel = own["kernel"]
+    flat = jnp.einsum("btc,ce->bte", rows[:, 0].astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
+    if "bias" in own:
+        flat = flat + own["bias"].astype(jnp.float32)[None, None]
+    batch, tokens, width = flat.shape
+    split = jnp.swapaxes(flat.reshape(batch, tokens, heads, width // heads), 1, 2)
+    return normalized(split, own["k_norm"], own["norm_eps"]) if "k_norm" in own else split
+
+
+def rotated_keys(own: Projection, rows: Float[Array, "B 1 T C"], heads: int, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    """Keys after RoPE, fp32."""
+    if rope is None:
+        raise ValueError("keys rebuilt from the layer's input need LayerInputs.rope to be rotated")
+    return rotate(project(own, rows, heads), positions, rope)
+
+
+def weighted_values(own: Projection, weights: Float[Array, "B K R T"], rows: Float[Array, "B 1 T C"]) -> Float[Array, "B K R H"]:
+    """weights . v, fp32. Values are linear in the rows, so for few query rows the weighted sum is taken among the rows, then projected:
+
+        sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + (sum_t p_t) b_v
+
+    K R C multiplications for each token in place of the C K H that rebuild v. (The paper rebuilds V.)
+    """
+    batch, heads, queries, tokens = weights.shape
+    kernel = own["kernel"]
+    head_dim = kernel.shape[1] // heads
+    if queries >= head_dim:
+        return jnp.einsum("bkrt,bkth->bkrh", weights, project(own, rows, heads), preferred_element_type=jnp.float32)
+    flat = weights.reshape(batch, heads * queries, tokens)
+    sums = jnp.einsum("bnt,btc->bnc", flat, rows[:, 0].astype(jnp.float32), preferred_element_type=jnp.float32)
+    sums = sums.reshape(batch, heads, queries, -1).astype(kernel.dtype)
+    out = jnp.einsum("bkrc,ckh->bkrh", sums, kernel.reshape(-1, heads, head_dim), preferred_element_type=jnp.float32)
+    if "bias" in own:
+        out = out + jnp.sum(weights, axis=-1, keepdims=True) * own["bias"].astype(jnp.float32).reshape(1, heads, 1, head_dim)
+    return out
