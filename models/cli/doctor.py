@@ -99,7 +99,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int) -> dict[str, Any]:
-    """Both sides of a layer, why a side is left exact where it is, and why no GPU kernel reads it where none does (else None)."""
+    """Both sides of a layer (`kv` where both are read from the same rows), why a side is left exact where it is, and why no GPU kernel
+    reads it where none does (else None)."""
     skipped = index in spec.skip_layers
     exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
     if skipped:
@@ -108,7 +109,7 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
         reason = "the cache is dense"
     else:
         reason = next((f"{side} is dense" for side in exact if exact[side]), None)
-    sides = {side: describe_side(codec, plan) for side, codec in zip(("k", "v"), plan.codecs, strict=True)}
+    sides = {side: describe_side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
     return {
         "layer": index,
         "quantized": not skipped and not all(exact.values()),
@@ -119,13 +120,13 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
 
 
 def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
-    """The codec's resolved options, its stored bits per element, and how its codes are packed."""
+    """The codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
     tokens = 32 * plan.regions.block
     body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, plan.heads, tokens))
     described = {
         "codec": type(codec).__name__,
         **_options(codec),
-        "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim),
+        "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1)),
     }
     if isinstance(codec, GroupCodec):
         layout = codec.format.layout
@@ -156,11 +157,12 @@ def _options(value: Any) -> dict[str, Any]:
 def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
     """What of the model matters to a cache, in words."""
     h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.prompt_statistics]
+    normed = "applied when keys are rebuilt" if rebuilds_keys(spec, config) else "keys are cached after it"
     return {
         "model": f"{config.model_type}, {config.num_hidden_layers} layers",
         "heads": f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads",
         "head_dim": str(h),
-        "qk_norm": "yes; keys are cached after it" if config.qk_norm else "none",
+        "qk_norm": f"yes; {normed}" if config.qk_norm else "none",
         "rope": f"{config.rope.rope_type}, theta {config.rope.theta:g}"
         + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
         "sliding_window": _sliding_window(hf),
@@ -168,6 +170,11 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
         "k_proj_bias": _bias_in_words(config, biases),
         "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
     }
+
+
+def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
+    """Whether keys are made again from what is cached in any layer."""
+    return any(plan.k.takes_weights for plan in kvq.layout(spec, config, 1, 1).plans)
 
 
 def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
@@ -227,7 +234,7 @@ def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file
     """(what the cache needs and has, in words; warnings). UserError where the file is not for this cache and model."""
     needed = needs(spec, config)
     if not needed and file is None:
-        return "not needed", []
+        return "not needed" + ("; what rebuilds keys is made from the weights" if rebuilds_keys(spec, config) else ""), []
     if file is None:
         keys, values = (sum(need.side == side for need in needed.values()) for side in ("k", "v"))
         return f"needed for the keys of {keys} layers and the values of {values}", [
@@ -297,13 +304,13 @@ def _print(result: dict[str, Any]) -> None:
         run = list(group)
         first, last = run[0]["layer"], run[-1]["layer"]
         what = "quantized" if run[0]["quantized"] else "exact"
+        sides = (_side_text(run[0]["kv"]), "from the same rows") if "kv" in run[0] else (_side_text(run[0]["k"]), _side_text(run[0]["v"]))
         rows.append(
             (
                 first if first == last else f"{first}-{last}",
                 what,
                 run[0]["reason"] or "",
-                _side_text(run[0]["k"]),
-                _side_text(run[0]["v"]),
+                *sides,
                 f"no: {run[0]['no_kernel']}" if run[0]["no_kernel"] else "yes",
             )
         )
@@ -327,7 +334,7 @@ def _side_text(side: dict[str, Any]) -> str:
     options = {
         key: value
         for key, value in side.items()
-        if key not in ("codec", "stored_bits", "packing", "channels", "block") and value is not False
+        if key not in ("codec", "stored_bits", "packing", "channels", "block", "heads", "width") and value is not False
     }
     text = ", ".join(key if value is True else f"{key} {value}" for key, value in options.items())
     packing = side.get("packing")

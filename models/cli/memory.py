@@ -7,11 +7,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 import kvq_jax as kvq
+from kvq_jax.array_types import LayerWeights
 from kvq_jax.cache import Cache
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.methods.kvquant.accounting import paper_bits
-from models.cli import inputs
+from kvq_jax.plan import LayerPlan
+from kvq_jax.roofline import Device
+from models.cli import inputs, memory_roofline
 from models.cli.console import format_bytes, print_json, print_table, progress
 from models.config import LlamaConfig
 
@@ -22,11 +29,14 @@ SCALE_BITS = 16
 DESCRIPTION = """\
 Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose
 cache fits a given memory. Reads config.json only: no weights are loaded or downloaded. The budget is for the cache
-alone; weights come on top."""
+alone; weights come on top, and so do what is listed as parameters (made once from weights or a calibration) and as
+working memory (of a decode step). With --roofline, for caches that rebuild keys and values: how long a context may be
+before that takes longer than reading weights and cache (section 3.4 of the XQuant paper)."""
 
 EPILOG = f"""\
-example:
+examples:
   kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 --context 131072 --batch 1 --budget 24GiB
+  kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 --cache kivi:bits=2 --roofline h200
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -48,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB"
     )
     parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of exact rows, the model's (default: %(default)s)")
+    memory_roofline.add(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -55,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     context = options.context or config.max_position_embeddings
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget
-        measured = [{"name": text} | measure(spec, config, *sizes) for text, spec in options.cache]
+        measured = [{"name": text} | measure(spec, config, *sizes, options.roofline) for text, spec in options.cache]
     result = {
         "model": options.model,
         "context": context,
@@ -64,15 +75,24 @@ def run(options: argparse.Namespace) -> None:
         "budget_bytes": options.budget,
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
+        "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
         "caches": measured,
     }
     print_json(result) if options.json else _print(result)
 
 
-def measure(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, dtype: str, budget: int | None = None) -> dict[str, Any]:
-    """The numbers of one cache, all counted from its layout."""
+def measure(
+    spec: kvq.CacheSpec,
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+    budget: int | None = None,
+    device: Device | None = None,
+) -> dict[str, Any]:
+    """The numbers of one cache, all counted from its layout; `roofline` only for a device."""
     layout = kvq.layout(spec, config, batch, context, dtype)
-    size = kvq.nbytes(layout)
+    size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
     return {
         "cache": str(spec),
         "bytes": size,
@@ -80,11 +100,50 @@ def measure(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, context: int, 
         "bits_per_element": kvq.bits_per_element(spec, config, context, dtype),
         "body_bits_per_element": kvq.body_bits_per_element(spec, config),
         "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
+        "parameter_bytes": sum(parameters),
+        "working_bytes": working_bytes(layout),
         "paper_layout_bytes": paper_layout_bytes(layout),
         "paper_bits_per_element": paper_bits(spec, config, context),
         "outlier_fraction": kvq.outlier_fraction(spec, config),
         "largest_context": None if budget is None else largest_context(spec, config, batch, dtype, budget),
+        "roofline": None if device is None else memory_roofline.describe(layout, config, parameters, jnp.dtype(dtype).itemsize, device),
     }
+
+
+def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
+    """Of each layer's parameters: what is made from its weights (not those that are used as they are), and what a calibration holds."""
+    weights = abstract_weights(config, dtype)
+    given = {id(leaf) for leaf in jax.tree.leaves(weights)}
+
+    def of(plan: LayerPlan) -> int:
+        made = {id(leaf): leaf for leaf in jax.tree.leaves(plan.from_weights(weights)) if id(leaf) not in given}
+        return kvq.nbytes([made, *(codec.parameters(plan.heads) for codec in plan.codecs)])
+
+    return [of(plan) for plan in cache.plans]
+
+
+def abstract_weights(config: LlamaConfig, dtype: str) -> LayerWeights:
+    """The shapes of what cache methods take of a layer's weights."""
+
+    def struct(*shape: int, dtype: DTypeLike = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    kv_width = config.num_key_value_heads * config.head_dim
+    return LayerWeights(
+        k_kernel=struct(config.hidden_size, kv_width),
+        v_kernel=struct(config.hidden_size, kv_width),
+        k_bias=struct(kv_width) if config.qkv_bias else None,
+        v_bias=struct(kv_width) if config.qkv_bias else None,
+        k_norm=struct(config.head_dim) if config.qk_norm else None,
+        input_norm=struct(config.hidden_size),
+        norm_eps=struct(dtype="float32"),
+    )
+
+
+def working_bytes(cache: Cache) -> int:
+    """Of the accumulator that flows through the layers of a step; one exists, whatever the number of layers."""
+    accumulators = [p.cross_layer.accumulator(cache.batch, p.regions.body_capacity) for p in cache.plans if p.cross_layer]
+    return max((kvq.nbytes(leaf.struct) for leaf in accumulators), default=0)
 
 
 def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
@@ -153,6 +212,14 @@ def _print(result: dict[str, Any]) -> None:
         if p["bytes"]
     ]
     print_table("components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size"))
+    beside = [
+        (c["name"], what, c[key], format_bytes(c[key]))
+        for c in result["caches"]
+        for key, what in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
+        if c[key]
+    ]
+    if beside:
+        print_table("beside the cache", ("cache", "part", "bytes", "size"), beside, numeric=("bytes", "size"))
     for c in result["caches"]:
         if c["paper_layout_bytes"] is not None:
             print(f"{c['name']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the paper's layout")
@@ -160,5 +227,7 @@ def _print(result: dict[str, Any]) -> None:
             print(f"{c['name']}: exact slots for {c['outlier_fraction']:.3%} of all elements")
         if c["paper_bits_per_element"] is not None:
             print(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
+    if result["device"] is not None:
+        memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
         print(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")
