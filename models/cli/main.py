@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "continue a prompt through a cache",
     "memory": "exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
+    "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
 }
