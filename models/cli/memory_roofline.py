@@ -142,7 +142,7 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
         print(f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides more; it is no faster.")
     for c in rebuilding:
         here, paper = (_length(c["roofline"][name]) for name in ("hidden_tokens", "paper_hidden_tokens"))
-        print(f"{c['name']}: hidden up to {here} tokens; by the paper's equation {paper}")
+        print(f"{c['name']}: the shortest of its layers' lengths is {here}; by the paper's equation {paper}")
     for c in caches:
         if not c["roofline"]["rebuilds"]:
             print(f"{c['name']}: {NOTHING}")

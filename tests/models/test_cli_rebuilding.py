@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax import roofline
 from kvq_jax.roofline import DEVICES
+from models.cli import memory, memory_roofline
 from models.preparation import prepare
 from tests.models.checkpoints import SIZES, random_llama, tiny_config
 
@@ -85,6 +88,29 @@ def test_an_accumulator_is_read_and_written_and_the_tightest_layer_decides(shape
     lengths = [layer["here"]["hidden_tokens"] for layer in cache["roofline"]["layers"]]
     assert lengths[2] is None, "the base layer reads longer than it computes, at any length"
     assert cache["roofline"]["hidden_tokens"] == min(length for length in lengths if length is not None)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["x", "latents"])
+def test_flops_are_those_of_the_compiled_attention(kv_heads):
+    tokens, group, head_dim = 256, 8 // kv_heads, 64
+    sizes = dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim)
+    config = tiny_config(num_hidden_layers=1, **sizes)
+    (plan,) = kvq.layout("xquant:bits=2", config, 1, tokens, "float32").plans
+    params = plan.from_weights(memory.abstract_weights(config, "float32"))
+    rope = kvq.Rope(jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
+    positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+
+    def counted(read, codec, own, rows):
+        body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, kv_heads, tokens))
+        lowered = jax.jit(lambda *arrays: read(codec)(arrays[0], (), *arrays[1:])).lower(own, rows, body, positions, rope)
+        return lowered.compile().cost_analysis()["flops"] / tokens
+
+    keys = counted(lambda codec: codec.scores, plan.k, params[0], jax.ShapeDtypeStruct((1, kv_heads, group, head_dim), jnp.float32))
+    values = counted(lambda codec: codec.weighted, plan.v, params[1], jax.ShapeDtypeStruct((1, kv_heads, group, tokens), jnp.float32))
+    expected = memory_roofline.layer_cost(plan, config, 0).flops_per_token
+    assert keys + values == pytest.approx(expected, rel=0.15), "decoding, RoPE and the scores themselves are the rest"
+    width = plan.row_width
+    assert values < roofline.flops_of_both(0, width, kv_heads * head_dim) / 3, "values are not rebuilt"
 
 
 def test_what_rebuilds_nothing_says_so_and_one_side_may_be_rebuilt_alone(shapes, run, run_json):
