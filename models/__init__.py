@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from models.checkpoint import load_llama, save_llama
     from models.config import LlamaConfig
     from models.decoding import decode_step, prefill, right_padded, score
+    from models.evaluation.results import Evaluation
+    from models.evaluation.run import evaluate, evaluate_caches
+    from models.evaluation.text import tokenize
     from models.generation import Generated, generate, generate_stream
     from models.llama import Llama, forward
     from models.preparation import prepare
@@ -24,12 +27,15 @@ EMBEDDED = Path(__file__).parent / "embedded"  # the small Llama that ships with
 
 _MODULES = {
     "Calibration": "calibration.file",
+    "Evaluation": "evaluation.results",
     "Generated": "generation",
     "Llama": "llama",
     "LlamaConfig": "config",
     "Sampling": "sampling",
     "calibrate": "calibration.fit",
     "decode_step": "decoding",
+    "evaluate": "evaluation.run",
+    "evaluate_caches": "evaluation.run",
     "forward": "llama",
     "generate": "generation",
     "generate_stream": "generation",
@@ -41,17 +47,21 @@ _MODULES = {
     "save_calibration": "calibration.file",
     "save_llama": "checkpoint",
     "score": "decoding",
+    "tokenize": "evaluation.text",
 }
 
 __all__ = [
     "EMBEDDED",
     "Calibration",
+    "Evaluation",
     "Generated",
     "Llama",
     "LlamaConfig",
     "Sampling",
     "calibrate",
     "decode_step",
+    "evaluate",
+    "evaluate_caches",
     "forward",
     "generate",
     "generate_stream",
@@ -63,6 +73,7 @@ __all__ = [
     "save_calibration",
     "save_llama",
     "score",
+    "tokenize",
 ]
 
 

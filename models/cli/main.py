@@ -20,6 +20,11 @@ BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
     "generate": "continue a prompt through a cache",
+    "eval": "what caches do to the predictions of a text: perplexity, KL, top-1 agreement, size",
+    "passkey": "does a number that a long text states once survive the cache",
+    "niah": "needles in a haystack, as RULER hides them",
+    "gsm8k": "arithmetic word problems with a chain of thought",
+    "longbench": "long documents, with LongBench's prompts and metrics",
     "memory": "exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",

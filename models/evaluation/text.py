@@ -1,0 +1,33 @@
+"""A text's tokens, and the UTF-8 bytes that each of them stands for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+
+class TokenizedText(NamedTuple):
+    """ids [n] int32; bytes [n] of each token, None where the tokenizer does not say where its tokens are in the text."""
+
+    ids: Int[np.ndarray, "n"]
+    bytes: Int[np.ndarray, "n"] | None
+
+    def first(self, tokens: int) -> TokenizedText:
+        return TokenizedText(self.ids[:tokens], None if self.bytes is None else self.bytes[:tokens])
+
+
+def tokenize(tokenizer: Any, text: str) -> TokenizedText:
+    """The tokens of a text. Their bytes add up to the text's, up to the last token's end.
+
+    A token ends where the tokenizer says and begins where the one before ended: what a tokenizer drops between two tokens counts for the
+    second, a character of several tokens for the first, and special tokens stand for nothing.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return TokenizedText(np.asarray(tokenizer(text, verbose=False).input_ids, np.int32), None)
+    found = tokenizer(text, verbose=False, return_offsets_mapping=True)
+    ends = np.maximum.accumulate(np.asarray([end for _, end in found.offset_mapping], np.int64), axis=0)
+    characters = np.fromiter((len(c.encode()) for c in text), np.int64, len(text))
+    before = np.concatenate([[0], np.cumsum(characters)])  # bytes before each character
+    return TokenizedText(np.asarray(found.input_ids, np.int32), np.diff(before[ends], prepend=0))
