@@ -18,25 +18,25 @@ from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks.common import Candidate, Shape, parsed, parser, random_layer, relative_error, run, wait
+from kvq_jax import cross_layer
 from kvq_jax.attention import reference
-from kvq_jax.plan import LayerState
-from models import Llama, LlamaConfig, decode_step
+from models import Llama, LlamaConfig, decode_step, prepare
 from models.rope import rope_for
 
-KV_HEADS, GROUP = 4, 4
+QUERY_HEADS = 16
 
 
 @functools.cache
-def random_llama(layers: int, head_dim: int) -> Llama:
-    """Four query heads for each KV head and Llama's other proportions; fp32."""
-    width = KV_HEADS * GROUP * head_dim
+def random_llama(layers: int, head_dim: int, group: int = 4) -> Llama:
+    """16 query heads, `group` of them for each KV head, and Llama's other proportions; fp32."""
+    width = QUERY_HEADS * head_dim
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=width,
         intermediate_size=11 * width // 4,
         num_hidden_layers=layers,
-        num_attention_heads=KV_HEADS * GROUP,
-        num_key_value_heads=KV_HEADS,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=QUERY_HEADS // group,
         head_dim=head_dim,
         max_position_embeddings=1 << 17,
     )
@@ -54,24 +54,25 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
     """A dense cache of the rows that `cache` stands for."""
     rope = rope_for(llama.config, cache.capacity)
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
-
-    def layer(plan, state: LayerState, empty: LayerState) -> LayerState:
-        rows = reference.decode_vectors(plan, (), state, cache.lengths, rope)
-        return dataclasses.replace(empty, body=rows)
-
-    layers = tuple(map(layer, cache.plans, cache.layers, dense.layers))
-    return dataclasses.replace(dense, layers=layers, lengths=cache.lengths)
+    parameters = llama.cache_parameters or ((),) * len(cache.layers)
+    layers, carry = [], ()
+    for plan, own, state, empty in zip(cache.plans, parameters, cache.layers, dense.layers, strict=True):
+        rows = reference.decode_vectors(plan, own, state, cache.lengths, rope, carry)
+        carry = cross_layer.advance(plan, own, state, plan.regions.body(cache.lengths), carry)
+        layers.append(dataclasses.replace(empty, body=rows))
+    return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)
 
 
 def candidates(shape: Shape, caches: Sequence[str], layers: int, steps: int) -> list[Candidate]:
     """The dense cache, then the others. `steps` is how often a candidate will run."""
-    llama = random_llama(layers, shape.head_dim)
+    plain = random_llama(layers, shape.head_dim, shape.group)
     token = jnp.arange(shape.batch, dtype=jnp.int32)
     programs, found = {}, []
     for spec in dict.fromkeys(("dense", *caches)):
+        llama = prepare(plain, spec)
         cache = random_cache(llama, spec, shape, shape.tokens + steps)
         programs[spec] = jax.jit(decode_step, donate_argnames="cache").lower(llama, cache, token).compile()
-        expected, _ = programs["dense"](llama, jax.jit(decoded)(llama, cache), token)
+        expected, _ = programs["dense"](plain, jax.jit(decoded)(llama, cache), token)
         found.append(_candidate(spec, llama, cache, token, programs[spec], expected))
     return found
 
@@ -93,8 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
     made.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
     made.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
+    made.add_argument("--group", type=int, default=4, metavar="G", choices=(1, 2, 4, 8, 16), help="query heads for each KV head")
     args = parsed(made, argv)
-    shapes = [Shape(b, n, args.head_dim, KV_HEADS, GROUP) for b in args.batch for n in args.tokens]
+    shapes = [Shape(b, n, args.head_dim, QUERY_HEADS // args.group, args.group) for b in args.batch for n in args.tokens]
     steps = args.rounds + 2  # one to compare logits, one to warm up
     command = ("benchmarks.decode_step", *(sys.argv[1:] if argv is None else argv))
     title = f"Decode step of a Llama with {args.layers} layers"

@@ -42,18 +42,15 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
 
 
 def layer_weights(layer: Layer) -> LayerWeights:
-    """What of a layer's weights cache methods may build on: the model's own arrays."""
-
-    def bias(projection: Any) -> Any:
-        return None if projection.bias is None else projection.bias[...]
-
+    """What of a layer's weights cache methods may build on: the model's own arrays, or ShapeDtypeStructs of an abstract one."""
+    k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
     return LayerWeights(
-        k_kernel=layer.k_proj.kernel[...],
-        v_kernel=layer.v_proj.kernel[...],
-        k_bias=bias(layer.k_proj),
-        v_bias=bias(layer.v_proj),
-        k_norm=None if layer.k_norm is None else layer.k_norm.scale[...],
-        input_norm=layer.input_norm.scale[...],
+        k_kernel=k.kernel.get_value(),
+        v_kernel=v.kernel.get_value(),
+        k_bias=None if k.bias is None else k.bias.get_value(),
+        v_bias=None if v.bias is None else v.bias.get_value(),
+        k_norm=None if norm is None else norm.scale.get_value(),
+        input_norm=layer.input_norm.scale.get_value(),
         norm_eps=jnp.asarray(layer.input_norm.eps, jnp.float32),
     )
 

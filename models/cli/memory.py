@@ -9,10 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 import kvq_jax as kvq
-from kvq_jax.array_types import LayerWeights
 from kvq_jax.cache import Cache
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.methods.kvquant.accounting import paper_bits
@@ -21,6 +19,8 @@ from kvq_jax.roofline import Device
 from models.cli import inputs, memory_roofline
 from models.cli.console import format_bytes, print_json, print_table, progress
 from models.config import LlamaConfig
+from models.llama import abstract_llama
+from models.preparation import layer_weights
 
 MASK_BITS = 1  # of a hybrid group in the paper's layout: which quantizer it took
 SLOT_BITS = 32  # of a hybrid group in the paper's layout: 32 signs, or an fp32 zero
@@ -112,7 +112,7 @@ def measure(
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
     """Of each layer's parameters: what is made from its weights (not those that are used as they are), and what a calibration holds."""
-    weights = abstract_weights(config, dtype)
+    weights = layer_weights(abstract_llama(config, dtype).layers[0])
     given = {id(leaf) for leaf in jax.tree.leaves(weights)}
 
     def of(plan: LayerPlan) -> int:
@@ -120,24 +120,6 @@ def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
         return kvq.nbytes([made, *(codec.parameters(plan.heads) for codec in plan.codecs)])
 
     return [of(plan) for plan in cache.plans]
-
-
-def abstract_weights(config: LlamaConfig, dtype: str) -> LayerWeights:
-    """The shapes of what cache methods take of a layer's weights."""
-
-    def struct(*shape: int, dtype: DTypeLike = dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-    kv_width = config.num_key_value_heads * config.head_dim
-    return LayerWeights(
-        k_kernel=struct(config.hidden_size, kv_width),
-        v_kernel=struct(config.hidden_size, kv_width),
-        k_bias=struct(kv_width) if config.qkv_bias else None,
-        v_bias=struct(kv_width) if config.qkv_bias else None,
-        k_norm=struct(config.head_dim) if config.qk_norm else None,
-        input_norm=struct(config.hidden_size),
-        norm_eps=struct(dtype="float32"),
-    )
 
 
 def working_bytes(cache: Cache) -> int:

@@ -15,7 +15,7 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
 from benchmarks.step import llama_config
-from models import decode_step
+from models import decode_step, prepare
 from models.llama import abstract_llama
 from pallas_kernels._launch import Launch
 
@@ -49,6 +49,22 @@ def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers[0].body))
     assert not moved(program.compiled.as_text(), smallest), "\n".join(moved(program.compiled.as_text(), smallest))
     assert any(re.fullmatch("decode_attention.*", name) for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
+
+
+@pytest.mark.parametrize("spec", ["xquant:bits=2", "xquant_cl:bits=2,base_layer=0,accumulator_dtype=bfloat16"])
+def test_a_step_rebuilds_keys_chunk_by_chunk(spec: str):
+    """Keys of the context never exist: beside the accumulator, in place, a step needs less than a tenth of dense keys and values."""
+    config = llama_config(2)
+    cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
+    llama = prepare(abstract_llama(config, "bfloat16"), spec)
+    token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    program = compile_for(H200, jax.jit(functools.partial(decode_step, implementation="xla"), donate_argnums=1), (llama, cache, token))
+    memory = program.compiled.memory_analysis()
+    accumulators = [p.cross_layer.accumulator(BATCH, p.regions.body_capacity).struct for p in cache.plans if p.cross_layer]
+    declared = max((kvq.nbytes(struct) for struct in accumulators), default=0)
+    dense_layer = kvq.dense_nbytes(config, BATCH, CAPACITY) / 2
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), "the donated cache is not updated in place"
+    assert memory.temp_size_in_bytes <= 1.2 * declared + dense_layer / 10, f"temp {memory.temp_size_in_bytes}, declared {declared}"
 
 
 def test_a_transposed_cache_would_be_found():

@@ -12,8 +12,9 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax import roofline
 from kvq_jax.roofline import DEVICES
-from models.cli import memory, memory_roofline
-from models.preparation import prepare
+from models.cli import memory_roofline
+from models.llama import abstract_llama
+from models.preparation import layer_weights, prepare
 from tests.models.checkpoints import SIZES, random_llama, tiny_config
 
 LLAMA_2_7B = dict(intermediate_size=11008, num_key_value_heads=32)
@@ -96,7 +97,7 @@ def test_flops_are_those_of_the_compiled_attention(kv_heads):
     sizes = dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim)
     config = tiny_config(num_hidden_layers=1, **sizes)
     (plan,) = kvq.layout("xquant:bits=2", config, 1, tokens, "float32").plans
-    params = plan.from_weights(memory.abstract_weights(config, "float32"))
+    params = plan.from_weights(layer_weights(abstract_llama(config, "float32").layers[0]))
     rope = kvq.Rope(jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
