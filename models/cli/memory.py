@@ -173,7 +173,7 @@ def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupCodec, Any, int]]:
 
 def _print(result: dict[str, Any]) -> None:
     title = f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16 {format_bytes(result['bf16_bytes'])}"
-    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows"]
+    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows", "of 16 bits"]
     if result["budget_bytes"] is not None:
         columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
     rows = []
@@ -184,6 +184,7 @@ def _print(result: dict[str, Any]) -> None:
             f"{c['ratio']:.2f}",
             f"{c['bits_per_element']:.3f}",
             f"{c['body_bits_per_element']:.3f}",
+            f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
         ]
         rows.append([c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
     print_table(title, columns, rows, numeric=columns[1:])
