@@ -85,7 +85,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
     parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="float32", help="of weights, activations and exact rows (default: %(default)s)"
+        "--dtype",
+        choices=inputs.DTYPES,
+        default="float32",
+        help="of weights, activations and exact rows (default: %(default)s); in bfloat16, --cache dense shows what rounding alone does",
     )
 
 

@@ -129,8 +129,7 @@ def test_chunks_catch_it_too(scene):
 
 def test_steps_of_the_default_length_see_what_steps_of_whole_blocks_hide(scene, single_steps):
     """At the end of a block the ring still holds what this defect loses inside it; an odd step ends everywhere."""
+    sound = single_steps["none"].mean_kl
     for step, seen in ((STEP, True), (4 * SPEC.block, False)):
-        found = run(scene, ["none", "ageing off by one block"], step=step)
-        sound, wrong = found.values()
-        assert sound.mean_kl == pytest.approx(single_steps["none"].mean_kl, rel=1e-3), f"{step=}: the same as single steps"
-        assert (wrong.mean_kl > 10 * sound.mean_kl) is seen, f"{step=}: KL {wrong.mean_kl} beside {sound.mean_kl}"
+        (wrong,) = run(scene, ["ageing off by one block"], step=step).values()
+        assert (wrong.mean_kl > 10 * sound) is seen, f"{step=}: KL {wrong.mean_kl} beside {sound}"
