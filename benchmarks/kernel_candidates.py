@@ -87,7 +87,8 @@ def name_of(how: Launch) -> str:
 def codecs_of(spec: str, shape: Shape) -> tuple[Codec, Codec]:
     heads = shape.kv_heads * shape.group
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
-    return kvq.parse(spec).layer(0, dims, shape.tokens, "bfloat16").codecs
+    plan = kvq.parse(spec).layer(0, dims, shape.tokens, "bfloat16")
+    return plan.k, plan.v
 
 
 def leaves_of(codec: Codec, shape: Shape) -> Any:
