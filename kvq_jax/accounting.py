@@ -13,6 +13,7 @@ from kvq_jax.array_types import ModelDims
 from kvq_jax.cache import Cache, dims_of, layout
 from kvq_jax.nonuniform import Nonuniform
 from kvq_jax.outliers import UNUSED
+from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.spec import CacheSpec
 
 
@@ -76,7 +77,7 @@ def dropped_outliers(cache: Cache) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """Bytes of one named part of a cache, over all layers."""
+    """Bytes of one named part of a cache, over all layers or in one."""
 
     side: str
     name: str
@@ -87,14 +88,25 @@ def components(cache: Cache) -> tuple[Component, ...]:
     """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt
     statistics. Their sum is `nbytes(cache)`."""
     totals: dict[tuple[str, str], int] = {}
-    for plan, layer in zip(cache.plans, cache.layers, strict=True):
-        for field in dataclasses.fields(layer):
-            for side, tree in zip(plan.names, getattr(layer, field.name), strict=True):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                    name = field.name if field.name != "body" else _body_name(path)
-                    totals[side, name] = totals.get((side, name), 0) + nbytes(leaf)
+    for part in (part for layer in layer_components(cache) for part in layer):
+        totals[part.side, part.name] = totals.get((part.side, part.name), 0) + part.bytes
     rows = [Component(side, name, size) for (side, name), size in sorted(totals.items())]
     return (*rows, Component("-", "lengths", nbytes(cache.lengths)))
+
+
+def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
+    """`components` of each layer on its own; the lengths belong to none."""
+    return tuple(_components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True))
+
+
+def _components(plan: LayerPlan, layer: LayerState) -> tuple[Component, ...]:
+    totals: dict[tuple[str, str], int] = {}
+    for field in dataclasses.fields(layer):
+        for side, tree in zip(plan.names, getattr(layer, field.name), strict=True):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                name = field.name if field.name != "body" else _body_name(path)
+                totals[side, name] = totals.get((side, name), 0) + nbytes(leaf)
+    return tuple(Component(side, name, size) for (side, name), size in sorted(totals.items()))
 
 
 def _body_name(path: tuple[Any, ...]) -> str:

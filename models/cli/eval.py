@@ -51,9 +51,15 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text to predict")
+    add_request(parser)
+    parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
+
+
+def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """What is evaluated and how, for commands that evaluate caches on a text; `checked` reads it."""
+    parser.add_argument("--text", metavar="FILE", required=required, help="a UTF-8 text to predict")
     parser.add_argument(
-        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=True, help="a cache; may be given several times"
+        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=required, help="a cache; may be given several times"
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
@@ -83,7 +89,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=BUCKETS,
         help="parts of a window in numbers by position (default: %(default)s)",
     )
-    parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
     parser.add_argument(
         "--dtype",
         choices=inputs.DTYPES,
@@ -93,19 +98,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    config, text, settings, files = _checked(options)
+    config, text, settings, files = checked(options)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
         models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
     for name, spec in options.cache:
-        _warn_if_exact(name, spec, min(settings.window, text.ids.size), settings)
+        warn_if_exact(name, spec, min(settings.window, text.ids.size), settings)
     started = time.perf_counter()
     found = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
     result = report(options, config, text, settings, found, time.perf_counter() - started)
     print_json(result) if options.json else _print(result)
 
 
-def _checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
+def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
     """Everything that can be found wrong without the weights is found here."""
     for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
         if getattr(options, name) is not None and options.mode != mode:
@@ -135,7 +140,7 @@ def _checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, S
     return config, text, settings, files
 
 
-def _warn_if_exact(name: str, spec: kvq.CacheSpec, window: int, settings: Settings) -> None:
+def warn_if_exact(name: str, spec: kvq.CacheSpec, window: int, settings: Settings) -> None:
     """Where no token reads a quantized one, the numbers say nothing of the cache."""
     chunked = settings.mode == "chunked"
     newest = (window - 1) // settings.chunk * settings.chunk if chunked else window - 1  # tokens in the cache when it is last read
