@@ -95,6 +95,8 @@ def check(config: LlamaConfig, stress: Stress) -> None:
             raise ValueError(f"{name} outliers in {outliers.channels} {what} of a head: between 1 and {most} are possible")
         if outliers is not None and not 0 < outliers.factor < math.inf:
             raise ValueError(f"{name} outliers need a factor above 0, got {outliers.factor}")
+    if stress.seed < 0:
+        raise ValueError(f"a seed must be at least 0, got {stress.seed}")
     if stress.key_bias is None:
         return
     if not 0 <= stress.key_bias < math.inf:

@@ -244,6 +244,7 @@ BAD = {
     "factor of zero": (("--key-outliers", "2x0"), "factor above 0"),
     "negative bias": (("--key-bias", "-1"), "at least 0"),
     "infinite bias": (("--key-bias", "inf"), "at least 0"),
+    "negative seed": (("--key-bias", "1", "--seed", "-1"), "at least 0, got -1"),
     "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
     "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
 }

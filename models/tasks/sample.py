@@ -1,0 +1,87 @@
+"""What a task is: prompts with known answers, and a rule that scores what was generated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the one that the task is about
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A prompt and what is known about it.
+
+    prompt          token ids
+    answers         what is right; whether one or all of them are wanted is the task's matter
+    max_new_tokens  how much may be generated
+    labels          what tables group by, such as length and depth
+    facts           what else a report should say of this sample, such as tokens cut out of its prompt
+    """
+
+    prompt: tuple[int, ...]
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How answers are judged.
+
+    score       scores of the text that was generated for a sample
+    finished    whether more text cannot change them, so that generation may end
+    """
+
+    score: Callable[[Sample, str], Scores]
+    finished: Callable[[Sample, str], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Turns texts into prompts. `chat`, where given, encodes a text as a user's turn, up to where the answer begins."""
+
+    tokenizer: Any
+    chat: Callable[[str], list[int]] | None = None
+
+    def ids(self, question: str, answer_prefix: str = "", *, plain: bool = False) -> list[int]:
+        """The prompt's tokens; what the answer begins with stands outside the user's turn. `plain` ignores the chat template."""
+        if self.chat is None or plain:
+            return list(self.tokenizer(question + answer_prefix, verbose=False).input_ids)  # quiet about lengths: those are checked later
+        return self.chat(question) + list(self.tokenizer(answer_prefix, add_special_tokens=False).input_ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def read_rows(path: str | Path, fields: Mapping[str, type], limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, at most `limit`, each with at least these fields; ValueError with the line where one is not so."""
+    rows = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(rows) == limit:
+                break
+            if line.strip():
+                rows.append(_row(line, fields, f"{str(path)!r}, line {number}"))
+    if not rows:
+        raise ValueError(f"{str(path)!r} has no samples")
+    return rows
+
+
+def _row(line: str, fields: Mapping[str, type], where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: must be an object, not a {type(row).__name__}")
+    for name, kind in fields.items():
+        if not isinstance(row.get(name), kind):
+            raise ValueError(f"{where}: needs the field {name!r}, a {kind.__name__}")
+        if kind is list and not (row[name] and all(isinstance(entry, str) for entry in row[name])):
+            raise ValueError(f"{where}: the field {name!r} must list at least one text")
+    return row
