@@ -42,10 +42,13 @@ They can be combined. The checkpoint keeps MODEL's dtype where that loses nothin
 otherwise it is written in float32: then run it with --dtype float32. At the end both models are run on {PROBE_TOKENS} random tokens
 with exact attention, and the largest difference of a logit is printed: float32 rounding, in sums of another order."""
 
-EPILOG = """\
+EPILOG = f"""\
 examples:
   kvq stress embedded --out hard --key-outliers 2x16 --value-outliers 2x16
-  kvq stress embedded --out biased --key-bias 100 --seed 1"""
+  kvq stress embedded --out biased --key-bias 100 --seed 1
+  kvq eval hard --text notes.txt --cache int4 --cache kivi:bits=4      (and the same of embedded)
+
+{inputs.CACHE_GRAMMAR}"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from models.tasks.sample import Prompts, Sample, Task
 BATCH = 4
 CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted
 MOST_LENGTH = 4096  # of the default lengths
+CHAT_RULE = "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins with follow the template"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 4  # for each length and depth
 
@@ -148,7 +149,7 @@ def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
         **evaluation.settings,
         "chat": options.chat,
         "dtype": options.dtype,
-        "rules": dict(evaluation.rules),
+        "rules": dict(evaluation.rules) | ({"chat": CHAT_RULE} if options.chat else {}),
         "samples": len(samples),
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "cut_samples": sum(bool(s.facts.get("cut_tokens")) for s in samples),

@@ -20,7 +20,8 @@ FIELDS = {"input": str, "context": str, "answers": list}
 
 RULES = {
     "prompt": "LongBench's dataset2prompt.json; with --chat as the user's turn, but for few-shot and code datasets",
-    "truncation": "a prompt of more than --max-length tokens: the texts of its first and its last max_length // 2 tokens, joined",
+    "truncation": "a prompt of more than --max-length tokens (default: what the model's positions and the new tokens leave): the texts of "
+    "its first and its last max_length // 2 tokens, joined",
     "answer": "greedy, at most the benchmark's max_new_tokens; of trec, triviaqa, samsum and lsht the first line after leading line breaks",
     "score": "the best metric over the right answers; ROUGE-L as rouge 1.0.1, code similarity as fuzzywuzzy without python-Levenshtein",
 }
