@@ -29,6 +29,8 @@ EXACT = {
     "latent": "xquant:bits=16,latent=true",
     "cross_x": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1,latent=false",
     "cross_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1,latent=true",
+    "cross_unit_x": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=false,reading=unit_norm",
+    "cross_unit_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=true,reading=unit_norm",
     "cross_residual": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,reading=residual_stream",
 }
 LENGTH, CAPACITY = 40, 48

@@ -5,13 +5,13 @@ Parameters of a layer, by name:
 
     k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H]
     basis       U [D, C] of the latent form
-    input_norm  [D] and input_eps [], where the residual stream is cached
+    input_norm  [D] and input_eps [], for readings that look at the residual stream
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -30,6 +30,8 @@ from kvq_jax.methods.xquant.projections import (
     weighted_values,
 )
 from kvq_jax.rope import Rope
+
+Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ class _XRows(Codec):
     latent: bool
 
     takes_weights: ClassVar[bool] = True
+    rebuilds: ClassVar[bool] = True
 
     def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
         return 1, self.channels
@@ -127,13 +130,17 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         latent form   X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U_i) U_i^T,      [W_k | W_v]_i = U_i S_i B_i^T
         keys, values  X^_i W_k,  X^_i W_v
 
-    Cached rows are X or X U (min(D, 2 K H) channels; linear, so (X - X^) U = X U - X^ U needs no exact X). residual: X is the residual
-    stream, which is normalized before W_k and W_v. In the latent form `input_kernel` [D, K * H] takes the accumulator.
+    Cached rows are X or X U (min(D, 2 K H) channels; linear, so (X - X^) U = X U - X^ U needs no exact X). In the latent form
+    `input_kernel` [D, K * H] takes the accumulator. X is, by `reading`:
+
+        post_norm        the layer's input x = w h / rms(h)
+        unit_norm        h / rms(h), before the layer's own gains w; W_k and W_v take w X
+        residual_stream  h; W_k and W_v take w X / rms(X)
     """
 
     width: int
     base: bool
-    residual: bool
+    reading: Reading
     accumulator_dtype: str
 
     @property
@@ -147,15 +154,23 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         k, v = projection(weights, "k"), projection(weights, "v")
         found: dict[str, Tree] = {"k": k, "v": v}
         if self.latent:
-            basis, fused = factored(k["kernel"], v["kernel"])
+            gains = weights.input_norm if self.reading == "unit_norm" else None
+            basis, fused = factored(k["kernel"], v["kernel"], gains=gains)
             k, v = ({**own, "kernel": part, "input_kernel": own["kernel"]} for own, part in zip((k, v), fused, strict=True))
             found = {"basis": basis, "k": k, "v": v}
-        if self.residual:
+        if self.reading != "post_norm":
             found |= {"input_norm": weights.input_norm, "input_eps": weights.norm_eps}
         return found
 
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        if self.reading != "unit_norm":
+            return super().rows(params, inputs)
+        own, residual = own_parameters(params), _given(inputs.residual, "residual")
+        x = normalized(residual, None, own["input_eps"]).astype(residual.dtype)
+        return (x @ own["basis"] if self.latent else x)[:, None]
+
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
-        return _given(inputs.residual, "residual") if self.residual else _given(inputs.x, "x")
+        return _given(inputs.residual, "residual") if self.reading == "residual_stream" else _given(inputs.x, "x")
 
     def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> RowsBKTH:
         wide = accumulator.astype(jnp.float32)
@@ -170,7 +185,8 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
         own = own_parameters(params)
-        return self.rebuilt(own[self.side], self._normalized(own, rows), positions, rope).astype(rows.dtype)
+        wanted = rows if self.latent else self._projected(own, rows)
+        return self.rebuilt(own[self.side], wanted, positions, rope).astype(rows.dtype)
 
     def scores(
         self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
@@ -187,10 +203,13 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         """This side's projection of the accumulator, and the rows that it takes."""
         own = own_parameters(params)
         mine = own[self.side]
-        return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._normalized(own, accumulator[:, None])
+        return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._projected(own, accumulator[:, None])
 
-    def _normalized(self, own: dict[str, Tree], rows: RowsBKTH) -> RowsBKTH:
-        return normalized(rows, own["input_norm"], own["input_eps"]) if self.residual else rows
+    def _projected(self, own: dict[str, Tree], x: RowsBKTH) -> RowsBKTH:
+        """What W_k and W_v take of X."""
+        if self.reading == "residual_stream":
+            return normalized(x, own["input_norm"], own["input_eps"])
+        return x if self.reading == "post_norm" else x.astype(jnp.float32) * own["input_norm"].astype(jnp.float32)[None, None, None]
 
 
 def _given(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:

@@ -10,7 +10,7 @@ from kvq_jax.codec import Codec, Side
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.dense import DenseCodec
-from kvq_jax.methods.xquant.codec import OutlierChannel, XCodec, XCrossLayerCodec
+from kvq_jax.methods.xquant.codec import OutlierChannel, Reading, XCodec, XCrossLayerCodec
 from kvq_jax.quantized import Axis, GroupFormat, resolve_group
 
 BITS = (2, 3, 4, 8, 16)
@@ -97,10 +97,10 @@ class XQuantCL(_InputCache):
     base_bits: int = option(4, "bits of the base layer's input", choices=BITS)
     early_bits: int | PerLayer = option(4, "bits of the layers before the base", choices=BITS, per_layer=True)
     accumulator_dtype: str = option("float32", "dtype of the accumulator, which is working memory", choices=("float32", "bfloat16"))
-    reading: Literal["post_norm", "residual_stream"] = option(
+    reading: Reading = option(
         "post_norm",
-        "what is accumulated: the normalized input (the paper's text) or the residual stream (its figures)",
-        choices=("post_norm", "residual_stream"),
+        "what is accumulated: the normalized input (the paper's text), that before the layer's gains, or the residual stream (its figures)",
+        choices=("post_norm", "unit_norm", "residual_stream"),
     )
 
     def carries_from(self) -> int:
@@ -124,6 +124,6 @@ class XQuantCL(_InputCache):
             latent,
             width=wide,
             base=base,
-            residual=residual,
+            reading=self.reading,
             accumulator_dtype=self.accumulator_dtype,
         )

@@ -40,8 +40,9 @@ def projection(weights: LayerWeights, side: Side) -> Projection:
     return found
 
 
-def factored(*kernels: Float[Array, "D E"]) -> tuple[Array, tuple[Array, ...]]:
-    """(U, parts of S B^T) of the thin SVD of projections side by side, [W_1 | W_2 | ...] = U S B^T, computed in fp32.
+def factored(*kernels: Float[Array, "D E"], gains: Float[Array, " D"] | None = None) -> tuple[Array, tuple[Array, ...]]:
+    """(U, parts of S B^T) of the thin SVD of projections side by side, [W_1 | W_2 | ...] = U S B^T, computed in fp32; of diag(gains) W
+    where there are gains.
 
     U [D, R] with R = min(D, sum of widths), a part [R, E] for each kernel, in the kernels' dtype. A column of U has its sign chosen so
     that its largest entry is positive: the same weights give the same factors.
@@ -53,17 +54,20 @@ def factored(*kernels: Float[Array, "D E"]) -> tuple[Array, tuple[Array, ...]]:
         shapes = [(depth, rank), *((rank, width) for width in widths)]
         basis, *parts = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         return basis, tuple(parts)  # type: ignore[return-value]  # shapes in, shapes out
-    u, s, bt = np.linalg.svd(np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1), full_matrices=False)
+    matrix = np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1)
+    if gains is not None:
+        matrix *= np.asarray(gains, np.float32)[:, None]
+    u, s, bt = np.linalg.svd(matrix, full_matrices=False)
     signs = np.where(u[np.abs(u).argmax(axis=0), np.arange(u.shape[1])] < 0, -1, 1).astype(np.float32)
     fused = np.split((s * signs)[:, None] * bt, np.cumsum(widths)[:-1], axis=1)
     return jnp.asarray(u * signs, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
 
 
-def normalized(x: Float[Array, "... C"], scale: Float[Array, " C"], eps: Float[Array, ""]) -> Float[Array, "... C"]:
-    """RMSNorm in fp32: x / sqrt(mean(x^2) + eps) * scale."""
+def normalized(x: Float[Array, "... C"], scale: Float[Array, " C"] | None, eps: Float[Array, ""]) -> Float[Array, "... C"]:
+    """RMSNorm in fp32: x / sqrt(mean(x^2) + eps) * scale, or without a scale."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide * inverse * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+    unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return unit if scale is None else unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
 
 
 def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float[Array, "B K T H"]:
