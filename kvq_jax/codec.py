@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
@@ -33,10 +34,12 @@ class Codec(abc.ABC):
     - Rows of the batch are independent: a prompt has the same codes alone and inside a batch.
     - `scores(query(q), body) == q . vectors(decode(body))` and `weighted(p, body) == p . vectors(decode(body))`, to fp32 rounding.
 
-    takes_weights: its parameters come from the layer's weights (`from_weights`).
+    takes_weights: some of its parameters come from the layer's weights (`from_weights`). rebuilds: its rows are no keys or values, which
+    are made from them and the weights.
     """
 
     takes_weights: ClassVar[bool] = False
+    rebuilds: ClassVar[bool] = False
 
     @property
     def joint(self) -> bool:
@@ -156,16 +159,20 @@ class CrossLayerCodec(Codec):
         """The accumulator with this layer's decoded differences added, fp32."""
 
 
-def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"]) -> Float[Array, "B K R C"]:
-    """q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated."""
+def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"], precision: lax.Precision | None = None) -> Float[Array, "B K R C"]:
+    """q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated. precision: of fp32 factors on a GPU."""
     q = q.astype(k.dtype)
     if q.shape[2] >= k.shape[2]:
-        return jnp.einsum("bkrh,bkch->bkrc", q, k, preferred_element_type=jnp.float32)
+        return jnp.einsum("bkrh,bkch->bkrc", q, k, precision=precision, preferred_element_type=jnp.float32)
     # The longer operand on the left: twice as fast in decoding on a CPU, which transposes a copy of the other (docs/decisions.md). The
     # reshapes keep XLA from folding the transposition into the dot, which would exchange the operands again.
     batch, heads, tokens, head_dim = k.shape
     merged = jnp.einsum(
-        "nch,nrh->ncr", k.reshape(-1, tokens, head_dim), q.reshape(batch * heads, -1, head_dim), preferred_element_type=jnp.float32
+        "nch,nrh->ncr",
+        k.reshape(-1, tokens, head_dim),
+        q.reshape(batch * heads, -1, head_dim),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
     return jnp.swapaxes(merged.reshape(batch, heads, tokens, -1), 2, 3)
 

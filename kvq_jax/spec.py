@@ -5,8 +5,8 @@
     preset=NAME among the options stands for the method's options of that name; what is written beside it wins
     values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
 
-`sink`, `recent`, `block` and `skip_layers` belong to the cache; in a single METHOD they stand among its options. `parse(str(spec)) ==
-spec`.
+`sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache; in a single METHOD they stand among its options.
+`parse(str(spec)) == spec`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import math
 from typing import Any
 
 from kvq_jax.array_types import ModelDims
+from kvq_jax.bias import OPTION, BiasSubtracting
+from kvq_jax.codec import Codec
 from kvq_jax.method import Method, PerLayer
 from kvq_jax.methods.dense import Dense
 from kvq_jax.plan import LayerPlan
 from kvq_jax.regions import Regions
 from kvq_jax.registry import METHODS
 
-CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers")
+CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """What a cache is: the methods of both sides and the windows. Frozen and hashable, so it is a static argument of a jitted function.
 
-    sink, recent, block: tokens. skip_layers: layers kept exact. Build it with `parse`.
+    sink, recent, block: tokens. skip_layers: layers kept exact. subtract_bias: keys are cached without k_proj's bias (bias.py). Build it
+    with `parse`.
     """
 
     k: Method
@@ -38,12 +41,15 @@ class CacheSpec:
     recent: int
     block: int
     skip_layers: tuple[int, ...] = ()
+    subtract_bias: bool = False
 
     def __str__(self) -> str:
         default = _defaults(self.k, self.v)
         cache = [f"{o}={getattr(self, o)}" for o in ("sink", "recent", "block") if getattr(self, o) != getattr(default, o)]
         if self.skip_layers:
             cache.append(f"skip_layers={_write_layers(self.skip_layers)}")
+        if self.subtract_bias:
+            cache.append(OPTION)
         k, v = _method_text(self.k), _method_text(self.v)
         if self.k == self.v:
             separator = "," if ":" in k else ":"
@@ -59,6 +65,12 @@ class CacheSpec:
                     f"skip_layers names layer {late[0]}: layers kept exact must lie before layer {first}, where {method.name} starts"
                 )
 
+    def _without_bias(self, keys: Codec) -> Codec:
+        if isinstance(self.k, Dense) or keys.rebuilds:
+            why = "keeps keys exact" if isinstance(self.k, Dense) else "caches no keys, and rebuilds them with their bias"
+            raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave it out")
+        return BiasSubtracting(keys)
+
     def regions(self, capacity: int) -> Regions:
         return Regions(self.sink, self.recent, self.block, capacity)
 
@@ -70,6 +82,8 @@ class CacheSpec:
         if (k_codec.joint or v_codec.joint) and k != v:
             joint = k if k_codec.joint else v
             raise ValueError(f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this model; use it for both")
+        if self.subtract_bias and index not in self.skip_layers:
+            k_codec = self._without_bias(k_codec)
         return LayerPlan(k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim)
 
 
@@ -201,11 +215,11 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
     changes: dict[str, Any] = {}
     for key, text in options.items():
         try:
-            changes[key] = _read_layers(text) if key == "skip_layers" else int(text)
+            changes[key] = _read_layers(text) if key == "skip_layers" else _read(text, type(getattr(spec, key)))
         except ValueError:
-            expected = "layers such as 0-2/31" if key == "skip_layers" else "a number of tokens"
+            expected = {"skip_layers": "layers such as 0-2/31", "subtract_bias": "true or false"}.get(key, "a number of tokens")
             raise ValueError(f"{key}={text} cannot be read; expected {expected}") from None
-        if key != "skip_layers" and changes[key] < (key == "block"):
+        if key in ("sink", "recent", "block") and changes[key] < (key == "block"):
             raise ValueError(f"{key}={text} is too small: sink and recent are at least 0, block at least 1")
     return dataclasses.replace(spec, **changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvq_jax.array_types import LayerWeights
+from kvq_jax.bias import check_bias
 from kvq_jax.cache import dims_of, plans
 from kvq_jax.plan import LayerPlan
 from kvq_jax.spec import CacheSpec, parse
 from models.calibration.file import Calibration, check_tensors, read_calibration
 from models.calibration.needs import fingerprint, needs
 from models.config import LlamaConfig
-from models.llama import Layer, Llama
+from models.llama import Layer, Llama, abstract_llama
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
 Progress = Callable[[Sequence[int], str], Iterable[int]]  # shows how far a loop over layers is
@@ -27,9 +29,9 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
     """The model with what `spec` needs in its `cache_parameters`; the identity for methods without parameters.
 
     The weights are shared with the given model. `progress` wraps the loop over layers whose weights are factored (seconds a layer for large
-    models), as tqdm would. ValueError, in one line, where the spec does not fit the model, needs a calibration that is not given (the line
-    says how to make one), or takes none, and where the calibration is not one for this model and spec
-    (`models.calibration.file.load_calibration`). FileNotFoundError where its file is missing.
+    models), as tqdm would. ValueError, in one line, where the spec does not fit the model (or subtracts a bias that its keys do not have),
+    needs a calibration that is not given (the line says how to make one), or takes none, and where the calibration is not one for this
+    model and spec (`models.calibration.file.load_calibration`). FileNotFoundError where its file is missing.
     """
     spec = parse(spec)
     checked = check_calibration(spec, llama.config, calibration, None if calibration is None else fingerprint(llama))
@@ -53,6 +55,12 @@ def layer_weights(layer: Layer) -> LayerWeights:
         input_norm=layer.input_norm.scale.get_value(),
         norm_eps=jnp.asarray(layer.input_norm.eps, jnp.float32),
     )
+
+
+def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
+    """ValueError, in one line, where the spec needs weights that a model of this config does not have."""
+    if spec.subtract_bias:
+        check_bias(layer_weights(abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]))
 
 
 def check_calibration(
@@ -83,9 +91,9 @@ def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, 
         for name, need in needs(spec, llama.config).items():
             sides[need.layer, need.side] = {own: jnp.asarray(calibration.tensors[f"{name}.{own}"]) for own in need.parameters}
     weighted = [i for i, plan in enumerate(_plans(llama, spec)) if plan.k.takes_weights or plan.v.takes_weights]
-    for layer in progress(weighted, "factoring projections") if progress else weighted:
+    for layer in progress(weighted, "preparing layers") if progress else weighted:
         pair = _plans(llama, spec)[layer].from_weights(layer_weights(llama.layers[layer]))
-        sides |= {(layer, side): own for side, own in zip(("k", "v"), pair, strict=True) if own}
+        sides |= {(layer, side): sides.get((layer, side), {}) | own for side, own in zip(("k", "v"), pair, strict=True) if own}
     if not sides:
         return ()
     return tuple((sides.get((layer, "k"), ()), sides.get((layer, "v"), ())) for layer in range(llama.config.num_hidden_layers))

@@ -68,6 +68,8 @@ METHOD_CASES = (
     MethodCase("xquant_cl2", "xquant_cl:base_layer=0,sink=2,recent=3,block=16", 3.25, 0.2003),
     MethodCase("xquant_cl3_x", "xquant_cl:base_layer=0,bits=3,latent=false,recent=5,block=8", 3.75, 0.0853),
     MethodCase("xquant_cl_base", "xquant_cl:base_layer=1,group_size=16,sink=5", 6.0, 0.05),
+    MethodCase("innerq2_no_bias", "innerq:sink=4,recent=8,block=16,subtract_bias=true", 4.5, 0.1929),
+    MethodCase("kivi3_pre_rope_no_bias", "kivi:bits=3,pre_rope=true,recent=5,block=16,subtract_bias=true", 4.5, 0.2005),
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 

@@ -21,7 +21,9 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 from numpy.typing import ArrayLike
 
+from kvq_jax.bias import BiasSubtracting, bias_of, inner_codec
 from kvq_jax.cache import dims_of
+from kvq_jax.codec import Codec
 from kvq_jax.rope import Rope, rotate
 from kvq_jax.spec import CacheSpec, parse
 from models.calibration import samples as text_samples
@@ -30,7 +32,8 @@ from models.calibration.file import Calibration, Origin
 from models.calibration.needs import Need, fingerprint, needs
 from models.calibration.store import Identity, Store
 from models.config import LlamaConfig
-from models.llama import Llama
+from models.llama import Layer, Llama
+from models.preparation import check_weights, layer_weights
 from models.rope import rope_for
 
 T = TypeVar("T")
@@ -72,7 +75,9 @@ def calibrate(
     rope = rope_for(llama.config, length)
     tensors: dict[str, np.ndarray] = {}
     for name in progress(list(needed), "fitting"):
-        tensors |= {f"{name}.{own}": array for own, array in _fitted(store, needed[name], spec.sink, rope).items()}
+        need = needed[name]
+        bias = subtracted_bias(need.codec, llama.layers[need.layer])
+        tensors |= {f"{name}.{own}": array for own, array in _fitted(store, need, spec.sink, rope, bias).items()}
     origin = Origin(text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses)))
     keys = {name: need.options for name, need in needed.items()}
     return Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)
@@ -82,19 +87,27 @@ def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: ArrayLike, sa
     """ValueError, in one line, for everything about a request that can be found wrong without the weights."""
     if not needs(spec, config):
         raise ValueError(f"{str(spec)!r} needs no calibration: it can be used as it is")
+    check_weights(spec, config)
     text_samples.check(token_ids, samples, length, config)
     if length <= spec.sink:
         raise ValueError(f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the first {spec.sink} exact")
 
 
-def _fitted(store: Store, need: Need, sink: int, rope: Rope) -> dict[str, np.ndarray]:
+def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
+    """What is subtracted from keys before they are cached, fp32; None where nothing is."""
+    if not isinstance(codec, BiasSubtracting):
+        return None
+    return bias_of(codec.from_weights(layer_weights(layer)), layer.config.head_dim)
+
+
+def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None) -> dict[str, np.ndarray]:
     """The parameters of one side of one layer: those that an earlier call kept, or new ones."""
     options = f"{need.options} without the first {sink} tokens"
     kept = store.fitted(need.layer, need.side, options)
     if kept is not None and _agree(kept, need):
         return kept
     try:
-        parameters = need.codec.calibrate(*_rows(store, need, sink, rope))
+        parameters = need.codec.calibrate(*_rows(store, need, sink, rope, bias))
     except ValueError as error:
         raise ValueError(f"layer {need.layer}, {need.side}: {error}") from error
     assert _agree(parameters, need), f"{type(need.codec).__name__}.calibrate does not keep what its parameters() declares"
@@ -107,19 +120,23 @@ def _agree(parameters: dict[str, np.ndarray], need: Need) -> bool:
     return {name: (array.shape, array.dtype) for name, array in parameters.items()} == declared
 
 
-def _rows(store: Store, need: Need, sink: int, rope: Rope) -> tuple[Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]]:
+def _rows(
+    store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
+) -> tuple[Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]]:
     """What the codec caches of all samples, without their first tokens, and the gradient of the mean loss with respect to it; fp32.
 
-    Recorded were keys before RoPE. Keys after it are k_rot = a R k, with the rotation R and the attention factor a, so the gradient with
-    respect to them is R g / a.
+    Recorded were keys before RoPE, with their bias. Keys after it are k_rot = a R k, with the rotation R and the attention factor a, so the
+    gradient with respect to them is R g / a; a bias changes no gradient.
     """
     recorded = store.read(need.layer, need.side)
     samples, length, heads, head_dim = recorded[0].shape
     rows, gradients = (np.empty((samples, length - sink, heads, head_dim), np.float32) for _ in recorded)
-    rotates = need.side == "k" and not getattr(need.codec, "pre_rope", False)
+    rotates = need.side == "k" and not getattr(inner_codec(need.codec), "pre_rope", False)
     for index in range(samples):
         row, gradient = (jnp.asarray(array[index]) for array in recorded)
         gradient = gradient.astype(jnp.float32) / length
+        if bias is not None:
+            row = row.astype(jnp.float32) - bias[None]
         if rotates:
             row, gradient = _rotated(row, rope), _rotated(gradient, rope) / jnp.square(rope.attention_factor)
         rows[index], gradients[index] = row[sink:].astype(jnp.float32), gradient[sink:]

@@ -21,7 +21,7 @@ DESCRIPTION = f"""\
 Makes the parameters that some caches need beside the weights: levels, ranges and thresholds, from the keys and values
 that a model computes on a text, weighted by how much its loss depends on them. The file is then given to every
 command that runs the cache: --calibration F.safetensors. It belongs to one model and to the options of the method;
-windows and skip_layers may be changed afterwards. A text like those that the model will read serves best.
+windows and skip_layers may be changed afterwards, subtract_bias may not. A text like those that the model will read serves best.
 
 The model runs forward and backward over {SAMPLES} random samples of the text and records keys, values and the gradients in
 them in a work directory: 8.6 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of one layer

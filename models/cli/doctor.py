@@ -14,9 +14,12 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.attention import dispatch, kernel_sides
+from kvq_jax.bias import inner_codec
 from kvq_jax.codec import Codec
 from kvq_jax.group_codec import GroupCodec
+from kvq_jax.level_codec import LevelCodec
 from kvq_jax.methods.dense import Dense
+from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_jax.plan import LayerPlan
 from models import checkpoint
 from models.calibration.needs import fingerprint_of, needs
@@ -123,15 +126,17 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
     """The codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
     tokens = 32 * plan.regions.block
     body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, plan.heads, tokens))
+    coder = inner_codec(codec)
     described = {
-        "codec": type(codec).__name__,
-        **_options(codec),
+        "codec": type(coder).__name__,
+        **_options(coder),
+        **({"subtract_bias": True} if coder is not codec else {}),
         "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1)),
     }
-    if isinstance(codec, GroupCodec):
-        layout = codec.format.layout
+    if isinstance(coder, GroupCodec):
+        layout = coder.format.layout
         described["packing"] = {
-            "code_bits": codec.format.code_bits,
+            "code_bits": coder.format.code_bits,
             "plane_channels": layout.plane,
             "tokens_per_word_row": layout.slots,
             "padding_channels": layout.chunks * layout.plane - layout.channels,
@@ -167,14 +172,14 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
         + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
         "sliding_window": _sliding_window(hf),
         "outliers": _outliers(config, spec),
-        "k_proj_bias": _bias_in_words(config, biases),
+        "k_proj_bias": _bias_in_words(config, biases) + ("; subtracted before keys are coded" if spec.subtract_bias else ""),
         "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
     }
 
 
 def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
     """Whether keys are made again from what is cached in any layer."""
-    return any(plan.k.takes_weights for plan in kvq.layout(spec, config, 1, 1).plans)
+    return any(plan.k.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
 
 
 def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
@@ -266,7 +271,8 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
         )
     if config.head_dim not in kernel_sides.HEAD_DIMS:
         found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
-    padded = {c.format.layout.chunks * c.format.layout.plane for p in cache.plans for c in p.codecs if isinstance(c, GroupCodec)}
+    coders = [inner_codec(codec) for plan in cache.plans for codec in plan.codecs]
+    padded = {c.format.layout.chunks * c.format.layout.plane for c in coders if isinstance(c, GroupCodec)}
     wasteful = max(padded, default=config.head_dim)
     if wasteful > config.head_dim:
         found.append(f"codes of {config.head_dim} channels are padded to {wasteful} to fill words, and the padding is stored")
@@ -277,20 +283,30 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
     """Per-token key groups share a scale between channels, so one channel with a large constant part sets the step of all the others."""
     found = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
-        codec, largest = plan.codecs[0], float(np.abs(bias).max())
-        if not isinstance(codec, GroupCodec) or codec.format.axis != "channels" or largest < LARGE_BIAS:
+        bits, largest = _bits_of_token_groups(plan.k), float(np.abs(bias).max())
+        if bits is None or largest < LARGE_BIAS:
             continue
-        if getattr(codec, "normalize", False):
+        if getattr(plan.k, "normalize", False):
             found.append(
-                f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's norm removes only its square root"
+                f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's norm removes only its square root: "
+                "add subtract_bias=true"
             )
         else:
-            step = 2 * largest / (2**codec.format.code_bits - 1)
+            step = 2 * largest / (2**bits - 1)
             found.append(
                 f"layer {layer}: k_proj bias up to {largest:.3g} makes steps of about {step:.3g} in per-token key groups, "
-                f"which erases smaller channels; use per-channel keys (k=kivi) or skip_layers={layer}"
+                f"which erases smaller channels; add subtract_bias=true, or use per-channel keys (k=kivi) or skip_layers={layer}"
             )
     return found
+
+
+def _bits_of_token_groups(keys: Codec) -> int | None:
+    """Bits of codes whose scale the channels of a token share; None for other codecs, and for keys without their bias."""
+    if isinstance(keys, GroupCodec):
+        return keys.format.code_bits if keys.format.axis == "channels" else None
+    if isinstance(keys, LevelCodec | KVQuantCodec):
+        return keys.format.bits if keys.format.group is not None else None
+    return None
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------------

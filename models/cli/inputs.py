@@ -14,7 +14,7 @@ from models import checkpoint
 from models.calibration.needs import needs
 from models.cli.console import UserError, input_errors
 from models.config import LlamaConfig
-from models.preparation import check_calibration
+from models.preparation import check_calibration, check_weights
 
 EMBEDDED = "embedded"
 DTYPES = ("float32", "bfloat16")
@@ -23,10 +23,11 @@ MODEL_HELP = "a local Hugging Face directory, a Hub id (organisation/name), or t
 CACHE_GRAMMAR = """\
 SPEC, what stands after --cache:
   METHOD                                   one method for keys and values
-  k=METHOD+v=METHOD[+cache:OPTIONS]        one for each; sink, recent, block and skip_layers belong to the cache
+  k=METHOD+v=METHOD[+cache:OPTIONS]        one for each; sink, recent, block, skip_layers and subtract_bias belong to the cache
   METHOD is NAME[:OPTION=VALUE,...]; lists of layers are 0-2/31, values that differ by layer 4@0-2/2 (4 in layers 0 to 2, else 2)
   examples: dense   kivi:bits=2   innerq:bits=2,mode=hybrid   kivi:bits=4@0-1/2,recent=128,skip_layers=0
             k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  subtract_bias=true caches keys without k_proj's bias and adds its share of the scores exactly (Qwen2, Qwen2.5)
   kvq methods lists all names and options."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
@@ -103,6 +104,7 @@ def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
         config = checkpoint.read_config(locate(model))
         for spec in specs:
             kvq.layout(spec, config, 1, 1)
+            check_weights(spec, config)
     return config
 
 

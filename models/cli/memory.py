@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kvq_jax as kvq
+from kvq_jax.bias import inner_codec
 from kvq_jax.cache import Cache
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.methods.kvquant.accounting import paper_bits
@@ -167,8 +168,9 @@ def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupCodec, Any, int]]:
     """(codec, body, tokens of the body's capacity) of each side and layer with hybrid groups."""
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         for codec, body in zip(plan.codecs, layer.body, strict=True):
-            if isinstance(codec, GroupCodec) and codec.format.scheme == "hybrid":
-                yield codec, body, plan.regions.body_capacity
+            coder = inner_codec(codec)
+            if isinstance(coder, GroupCodec) and coder.format.scheme == "hybrid":
+                yield coder, body, plan.regions.body_capacity
 
 
 def _print(result: dict[str, Any]) -> None:

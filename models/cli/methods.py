@@ -13,9 +13,9 @@ from kvq_jax.spec import CACHE_OPTIONS
 from models.cli.console import print_json, print_table
 from models.cli.inputs import CACHE_GRAMMAR
 
-REFERENCE_DIMS = CacheDims(
-    num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
-)  # Llama-3.1-8B's layer
+REFERENCE_DIMS = CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
+    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
+)
 
 DESCRIPTION = """\
 Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its exact
@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> None:
     for method in described:
         _print_method(method)
     print(f"Options of the cache, for every method: {', '.join(CACHE_OPTIONS)}.")
+    print("subtract_bias=true is for models whose key projection has a bias, and for methods that cache keys.")
 
 
 def describe(kind: type[Method]) -> dict[str, Any]:

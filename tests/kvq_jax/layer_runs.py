@@ -19,6 +19,7 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.array_types import LayerWeights
 from kvq_jax.attention import reference, streaming
+from kvq_jax.bias import BiasSubtracting
 from kvq_jax.cache import CacheDims
 from kvq_jax.codec import Codec
 from kvq_jax.layer import append_layer, decode_layer, prefill_layer
@@ -132,13 +133,20 @@ def key_map(width: int) -> np.ndarray:
     return (left * np.linspace(2, 0.5, width)) @ right
 
 
-def layer_weights(heads: int, head_dim: int) -> LayerWeights:
-    """Projections that take `Sequences.x` to its keys and values."""
+@functools.cache
+def key_bias(width: int) -> np.ndarray:
+    """What of the keys of `sequences` is the bias of their projection, where a cache asks; the x of such a projection is read nowhere."""
+    return np.random.default_rng(8).normal(size=width).astype(np.float32)
+
+
+def layer_weights(heads: int, head_dim: int, bias: np.ndarray | None = None) -> LayerWeights:
+    """Projections that take `Sequences.x` to its keys and values, without a bias. With one, it is part of the same keys."""
     width = heads * head_dim
     zeros, eye = np.zeros((width, width)), np.eye(width)
     k_kernel, v_kernel = (jnp.asarray(np.concatenate(pair), jnp.float32) for pair in ((key_map(width), zeros), (zeros, eye)))
     ones = jnp.ones(2 * width, jnp.float32)
-    return LayerWeights(k_kernel, v_kernel, None, None, None, input_norm=ones, norm_eps=jnp.asarray(1e-5, jnp.float32))
+    k_bias = None if bias is None else jnp.asarray(bias)
+    return LayerWeights(k_kernel, v_kernel, k_bias, None, None, input_norm=ones, norm_eps=jnp.asarray(1e-5, jnp.float32))
 
 
 def empty(
@@ -156,18 +164,17 @@ def parameters_of(plan: LayerPlan) -> Any:
     text = sequences(2, dims, seed=99)
     whole = text.window(np.zeros(2, np.int32), np.full(2, CAPACITY, np.int32), CAPACITY)
 
-    made = plan.from_weights(layer_weights(plan.heads, plan.head_dim))
+    bias = key_bias(plan.heads * plan.head_dim) if isinstance(plan.k, BiasSubtracting) else None
+    made = plan.from_weights(layer_weights(plan.heads, plan.head_dim, bias))
 
-    def of(codec: Codec) -> Any:
-        if codec.takes_weights:
-            return made[codec is plan.v and not plan.joint]
+    def of(codec: Codec, own: Any) -> Any:
         if not codec.parameters(plan.heads):
-            return ()
-        rows = np.moveaxis(np.asarray(codec.rows((), whole)), 1, 2)[:, 5:].reshape(-1, plan.heads, plan.head_dim)
+            return own
+        rows = np.moveaxis(np.asarray(codec.rows(own, whole)), 1, 2)[:, 5:].reshape(-1, plan.heads, plan.head_dim)
         found = codec.calibrate(rows, np.random.default_rng(99).normal(size=rows.shape).astype(np.float32))
-        return {name: jnp.asarray(array) for name, array in found.items()}
+        return (own or {}) | {name: jnp.asarray(array) for name, array in found.items()}
 
-    pair = of(plan.k), of(plan.v)
+    pair = of(plan.k, made[0]), of(plan.v, made[1])
     return pair if any(pair) else ()
 
 

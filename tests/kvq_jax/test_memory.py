@@ -36,14 +36,15 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
 def temporary_bytes(layer_function, spec: str, tokens: int, capacity: int = CAPACITY) -> tuple[int, int]:
     """(temporary bytes of one compiled call with a donated state, bytes of the layer's cache)."""
     cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")
-    params = tuple(codec.parameters(DIMS.num_key_value_heads) for codec in cache.plans[0].codecs)
+    bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
+    params = tuple(codec.parameters(DIMS.num_key_value_heads) | (bias if codec.takes_weights else {}) for codec in cache.plans[0].codecs)
     compiled = jax.jit(lambda s, p, i: layer_function(cache.plans[0], p, s, i, ())[:2], donate_argnums=0)
     memory = compiled.lower(cache.layers[0], params, structs(tokens, "bfloat16")).compile(USUAL_COMPILE).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), "the donated state is not updated in place"
     return memory.temp_size_in_bytes, kvq.nbytes(cache.layers)
 
 
-@pytest.mark.parametrize("spec", ["dense", "kivi", "innerq", "kvquant", "nf4"])
+@pytest.mark.parametrize("spec", ["dense", "kivi", "innerq", "kvquant", "nf4", "int4:subtract_bias=true"])
 def test_a_decode_step_needs_far_less_than_its_layer(spec: str):
     temporary, layer = temporary_bytes(decode_layer, spec, 1)
     assert temporary < 0.1 * layer, f"{temporary} temporary bytes, the layer has {layer}"
@@ -78,7 +79,7 @@ def test_chunks_read_follow_the_live_length():
         assert sorted(CountedCodec.chunks) == expected, f"a row of {longest + 1} tokens read chunks {sorted(CountedCodec.chunks)}"
 
 
-@pytest.mark.parametrize("spec", ["kivi", "innerq", "kvquant", "int4"])
+@pytest.mark.parametrize("spec", ["kivi", "innerq", "kvquant", "int4", "innerq:subtract_bias=true"])
 def test_prefill_needs_no_more_than_a_dense_prefill(spec: str):
     quantized, layer = temporary_bytes(prefill_layer, spec, 4096, 8192)
     dense, dense_layer = temporary_bytes(prefill_layer, "dense", 4096, 8192)

@@ -42,8 +42,9 @@ def methods() -> st.SearchStrategy[Method]:
 def specs() -> st.SearchStrategy[kvq.CacheSpec]:
     tokens = st.integers(0, 200)
     layers = st.sets(st.integers(0, 40)).map(lambda s: tuple(sorted(s)))
-    alone = st.builds(lambda m, *rest: kvq.CacheSpec(m, m, *rest), methods(), tokens, tokens, st.integers(1, 128), layers)
-    return alone | st.builds(kvq.CacheSpec, methods(), methods(), tokens, tokens, st.integers(1, 128), layers)
+    rest = (tokens, tokens, st.integers(1, 128), layers, st.booleans())
+    alone = st.builds(lambda m, *rest: kvq.CacheSpec(m, m, *rest), methods(), *rest)
+    return alone | st.builds(kvq.CacheSpec, methods(), methods(), *rest)
 
 
 @given(specs())
@@ -72,6 +73,9 @@ def test_the_text_of_a_spec_is_stable(case: MethodCase):
         ("kivi:skip_layers=3/0-1/2", "kivi:skip_layers=0-3"),
         ("k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1", "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1"),
         ("kivi:bits=4@0-2/2", "kivi:bits=4@0-2/2"),
+        ("int4:subtract_bias=True,pre_rope=true", "int4:pre_rope=true,subtract_bias=true"),
+        ("k=kivi+v=innerq+cache:subtract_bias=true", "k=kivi+v=innerq+cache:subtract_bias=true"),
+        ("kivi:subtract_bias=false", "kivi"),
     ],
 )
 def test_one_spelling_per_meaning(text: str, canonical: str):
@@ -142,6 +146,8 @@ def test_total_bits_count_the_sign():
         ("kivi:block=0", ("block=0", "at least 1")),
         ("kivi:recent=-1", ("recent=-1", "at least 0")),
         ("kivi:skip_layers=a", ("skip_layers=a", "0-2/31")),
+        ("kivi:subtract_bias=1", ("subtract_bias=1", "true or false")),
+        ("k=kivi:subtract_bias=true+v=kivi", ("subtract_bias", "+cache:subtract_bias=true")),
         ("k=kivi", ("both sides",)),
         ("k=kivi+v=kivi+w=kivi", ("k=METHOD+v=METHOD",)),
         ("k=kivi:recent=4+v=kivi", ("recent", "+cache:recent=4")),
@@ -161,6 +167,9 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
         ("kivi:group_size=48,block=48", ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64")),
         ("innerq:group_size=16,block=24", ("group_size=16", "block of tokens (24)")),
         ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
+        ("dense:subtract_bias=true", ("subtract_bias=true", "dense", "keeps keys exact")),
+        ("xquant:subtract_bias=true", ("subtract_bias=true", "xquant", "caches no keys")),
+        ("k=dense+v=kivi+cache:subtract_bias=true", ("subtract_bias=true", "keeps keys exact")),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[str, ...]):

@@ -12,6 +12,7 @@ arrays (`kvq.body_bits_per_element`): indices have no pointers, slots are whole,
 from __future__ import annotations
 
 from kvq_jax.array_types import ModelDims
+from kvq_jax.bias import inner_codec
 from kvq_jax.cache import dims_of, plans
 from kvq_jax.codec import Codec
 from kvq_jax.group_codec import GroupCodec
@@ -28,7 +29,7 @@ def paper_bits(spec: CacheSpec | str, config: ModelDims, context: int, *, pointe
     """Average bits of a cached element at a context of so many tokens, windows left out; None where a layer is of another method."""
     dims, spec = dims_of(config), parse(spec)
     width = dims.num_key_value_heads * dims.head_dim
-    bits = [_codec_bits(c, width, context, pointers) for plan in plans(spec, dims, 1, "bfloat16") for c in plan.codecs]
+    bits = [_codec_bits(inner_codec(c), width, context, pointers) for plan in plans(spec, dims, 1, "bfloat16") for c in plan.codecs]
     known = [b for b in bits if b is not None]
     return sum(known) / len(bits) if len(known) == len(bits) else None
 
