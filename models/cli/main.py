@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
     "generate": "continue a prompt through a cache",
     "eval": "what caches do to the predictions of a text: perplexity, KL, top-1 agreement, size",
+    "report": "one self-contained page with pictures: quality, size, speed and errors of several caches",
     "passkey": "does a number that a long text states once survive the cache",
     "niah": "needles in a haystack, as RULER hides them",
     "gsm8k": "arithmetic word problems with a chain of thought",

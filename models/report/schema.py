@@ -1,0 +1,303 @@
+"""report.json: everything that a report shows, and nothing that it does not.
+
+The file is one JSON object with the fields of `Report`; nested objects are the dataclasses below, tuples are lists. Numbers that are not
+finite are null. Lists "by position" have one entry for each of `positions`, lists "by layer" one for each layer of the model. Means are
+over tokens. Times are milliseconds, sizes bytes. `read` refuses, in one line, a file with other fields, types or lengths.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+FORMAT = "kvq report 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where the times were measured. load: the load average of one minute when timing began and when it ended."""
+
+    device: str
+    cores: int
+    jax_version: str
+    load: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """dtype: of weights, activations and exact rows. positions: that the model was trained for. parameters: how many weights it has."""
+
+    name: str
+    family: str
+    parameters: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """tokens: those read. scored: those predicted. scored_bytes: their UTF-8 bytes, null where the tokenizer does not say."""
+
+    name: str
+    tokens: int
+    scored: int
+    scored_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How the text was read; see `kvq eval --help`. capacity: tokens of a cache whose bytes are given; bf16_bytes: of K and V in full."""
+
+    mode: str
+    window: int
+    stride: int
+    prompt: int
+    chunk: int | None
+    step: int | None
+    batch: int
+    capacity: int
+    bf16_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Tokens with first .. last tokens before them in their window."""
+
+    first: int
+    last: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """The model without a cache. nats: -log p, by position."""
+
+    perplexity: float | None
+    bits_per_byte: float | None
+    nats: tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (exact), ring and sink (windows), ..."""
+
+    side: str
+    name: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerErrors:
+    """What one layer's rows become when every token of the sample is quantized (`kvq_jax.roundtrip_layer`).
+
+    keys, values: mean |k^ - k| and |v^ - v| of each channel, the KV heads one after the other; keys after RoPE.
+    k_relative, v_relative: ||k^ - k|| / ||k|| of all rows together.
+    """
+
+    k_relative: float | None
+    v_relative: float | None
+    keys: tuple[float | None, ...]
+    values: tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheNumbers:
+    """One cache. name: as it was asked for; spec: its canonical form.
+
+    perplexity .. agreement   of the text, as `kvq eval` gives them
+    bytes .. bits_per_element of a cache of `Request.capacity` tokens, exact windows included, with exact rows in bfloat16
+    body_bits_per_element     windows left out
+    parameter_bytes, working_bytes   beside the cache: made once for the model, and needed during a step
+    nats, kl_by_position, flips_by_position   by position
+    flips                     where in the text the likeliest token is not the exact model's
+    sizes                     by layer; they add up to `bytes` less the cache's lengths (4 bytes)
+    errors                    by layer
+    """
+
+    name: str
+    spec: str
+    perplexity: float | None
+    bits_per_byte: float | None
+    kl: float | None
+    agreement: float
+    bytes: int
+    ratio: float
+    bits_per_element: float
+    body_bits_per_element: float
+    parameter_bytes: int
+    working_bytes: int
+    sink: int
+    recent: int
+    block: int
+    nats: tuple[float | None, ...]
+    kl_by_position: tuple[float | None, ...]
+    flips_by_position: tuple[int, ...]
+    flips: tuple[int, ...]
+    sizes: tuple[tuple[Part, ...], ...]
+    errors: tuple[LayerErrors, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Decode steps of one token through one cache. reads: what reads it, xla or pallas. samples_ms: by context, all samples."""
+
+    name: str
+    spec: str
+    reads: str
+    samples_ms: tuple[tuple[float, ...], ...]
+
+    @property
+    def medians_ms(self) -> tuple[float, ...]:
+        return tuple(float(np.median(samples)) for samples in self.samples_ms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """contexts: tokens in the cache, of one sequence. The caches take turns, step after step; `dense` is always among them."""
+
+    contexts: tuple[int, ...]
+    machine: Machine
+    caches: tuple[StepTimes, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A matrix: float16, little-endian, row after row, in base64."""
+
+    rows: int
+    columns: int
+    float16: str
+
+    @classmethod
+    def of(cls, matrix: Float[np.ndarray, "rows columns"]) -> Packed:
+        """Entries beyond float16's range become its largest."""
+        largest = float(np.finfo(np.float16).max)
+        stored = np.nan_to_num(np.clip(matrix, -largest, largest)).astype("<f2")
+        rows, columns = stored.shape
+        return cls(rows, columns, base64.b64encode(stored.tobytes()).decode("ascii"))
+
+    def matrix(self) -> Float[np.ndarray, "rows columns"]:
+        """fp32. ValueError where the bytes do not fit the shape."""
+        stored = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
+        return stored.reshape(self.rows, self.columns).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMagnitudes:
+    """|k| after RoPE and |v|: a row for each token of the sample, a column for each channel, the KV heads one after the other."""
+
+    layer: int
+    keys: Packed
+    values: Packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """tokens_of_sample: the text's first tokens, from which magnitudes and errors are. command: what made this."""
+
+    format: str
+    command: str
+    date: str
+    model: Model
+    text: Text
+    request: Request
+    positions: tuple[Positions, ...]
+    exact: Exact
+    caches: tuple[CacheNumbers, ...]
+    speed: Speed | None
+    tokens_of_sample: int
+    magnitudes: tuple[LayerMagnitudes, ...]
+
+
+def dump(report: Report) -> str:
+    """The text of report.json: a line for each field, and one for each cache."""
+
+    def text(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    def lines(value: Any) -> str:
+        many = isinstance(value, list | tuple) and value and isinstance(value[0], dict)
+        return "[\n  " + ",\n  ".join(map(text, value)) + "\n ]" if many else text(value)
+
+    return "{\n" + ",\n".join(f" {text(name)}: {lines(value)}" for name, value in dataclasses.asdict(report).items()) + "\n}\n"
+
+
+def read(path: str | os.PathLike[str]) -> Report:
+    """The report in a file. ValueError, in one line, where it is not one; OSError where there is no such file."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        written = found.get("format") if isinstance(found, dict) else None
+        raise ValueError(f"{os.fspath(path)!r} is not a {FORMAT!r}: its format is {written!r}")
+    try:
+        report = _typed(Report, found, "report")
+        _check_lengths(report)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r}: {error}") from error
+    return report
+
+
+def _typed(kind: Any, value: Any, at: str) -> Any:
+    """The value as a dataclass, tuple, or plain value of that type; ValueError names the place that does not fit."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _typed(arguments[0], value, at)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{at} must be a list")
+        return tuple(_typed(arguments[0], entry, f"{at}[{i}]") for i, entry in enumerate(value))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            raise ValueError(f"{at} must be an object with {', '.join(hints)}")
+        return kind(**{name: _typed(hint, value[name], f"{at}.{name}") for name, hint in hints.items()})
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{at} must be {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _check_lengths(report: Report) -> None:
+    """ValueError where lists that belong together have different lengths."""
+    positions, layers, channels = len(report.positions), report.model.layers, report.model.kv_heads * report.model.head_dim
+
+    def equal(what: str, found: int, wanted: int) -> None:
+        if found != wanted:
+            raise ValueError(f"{what} has {found} entries, not {wanted}")
+
+    if not report.caches:
+        raise ValueError("caches is empty")
+    equal("exact.nats", len(report.exact.nats), positions)
+    for i, cache in enumerate(report.caches):
+        for name in ("nats", "kl_by_position", "flips_by_position"):
+            equal(f"caches[{i}].{name}", len(getattr(cache, name)), positions)
+        equal(f"caches[{i}].sizes", len(cache.sizes), layers)
+        equal(f"caches[{i}].errors", len(cache.errors), layers)
+        for layer, errors in enumerate(cache.errors):
+            equal(f"caches[{i}].errors[{layer}].keys", len(errors.keys), channels)
+            equal(f"caches[{i}].errors[{layer}].values", len(errors.values), channels)
+    for times in report.speed.caches if report.speed else ():
+        equal(f"speed: samples of {times.name}", len(times.samples_ms), len(report.speed.contexts) if report.speed else 0)
+        if not all(times.samples_ms):
+            raise ValueError(f"speed: {times.name} has a context without samples")
+    for maps in report.magnitudes:
+        for name in ("keys", "values"):
+            matrix = getattr(maps, name).matrix()
+            equal(f"magnitudes of layer {maps.layer}: {name}", matrix.size, report.tokens_of_sample * channels)
