@@ -23,6 +23,7 @@ from models.report.quality import front_by
 CONTEXTS = (256, 1024, 4096, 16384)  # of the default, as far as the model's positions reach
 NO_CONTEXTS = "none"
 OWN = ("model", "text", "cache")  # what --from takes the place of
+SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit", "contexts")
 
 DESCRIPTION = """\
 Writes DIR/index.html, one page that needs nothing else, with
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(options: argparse.Namespace) -> schema.Report:
-    given = [name for name in OWN if getattr(options, name)]
+    given = [name for name in (*OWN, *SETTINGS) if getattr(options, name) is not None]
     if given:
         raise UserError(f"--from makes a report again: leave out {' and '.join(_argument(name) for name in given)}")
     with input_errors():
