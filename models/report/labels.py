@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # in points: from the marker to the nearest edge of its name, sideways (0: centred) and up
-DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 0), (1, 0.7), (1, -0.7), (-1, 0.7), (-1, -0.7))
-OFFSETS = [(distance * s, distance * u) for distance in (6, 13, 22, 34, 48) for s, u in DIRECTIONS]
+DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 0), (1, 0.7), (1, -0.7), (-1, 0.7), (-1, -0.7), (0.4, 1), (0.4, -1), (-0.4, 1), (-0.4, -1))
+OFFSETS = [(distance * s, distance * u) for distance in (6, 13, 22, 34, 48, 64) for s, u in DIRECTIONS]
 LINE = 3  # pixels: how wide a line is here
 NEAR = 14  # beyond, a thin line leads to the name
 MARKER = 4
+ON_NAME = 8  # how much worse it is to cover a name than a line
 OUTSIDE = 4  # how much worse it is to be outside the axes than on something
 FONT_SIZE = 8
 
@@ -31,6 +32,10 @@ class Box(NamedTuple):
         wide, high = min(self.right, other.right) - max(self.left, other.left), min(self.top, other.top) - max(self.bottom, other.bottom)
         return max(wide, 0) * max(high, 0)
 
+    def nearest(self, x: float, y: float) -> Point:
+        """The point of the box that is nearest to (x, y)."""
+        return min(max(x, self.left), self.right), min(max(y, self.bottom), self.top)
+
     @property
     def area(self) -> float:
         return (self.right - self.left) * (self.top - self.bottom)
@@ -49,7 +54,8 @@ def place_labels(
     at = [tuple(map(float, axes.transData.transform(point))) for point in points]
     taken = [Box(x - MARKER * pixel, y - MARKER * pixel, x + MARKER * pixel, y + MARKER * pixel) for x, y in at]
     taken += [dot for start, end in lines for dot in _dots(axes.transData.transform(start), axes.transData.transform(end))]
-    for point, (x, y), name in zip(points, at, names, strict=True):
+    named: list[Box] = []
+    for (x, y), point, name in sorted(zip(at, points, names, strict=True)):  # from left to right
         measured = axes.text(0, 0, name, fontsize=FONT_SIZE, in_layout=False)
         size = measured.get_window_extent(canvas.get_renderer())
         measured.remove()
@@ -60,11 +66,15 @@ def place_labels(
             return Box(left, bottom, left + size.width, bottom + size.height)
 
         boxes = [box(*offset) for offset in OFFSETS]
-        costs = [sum(map(own.overlap, taken)) + OUTSIDE * (own.area - own.overlap(frame)) for own in boxes]
+        leaders = [_dots((x, y), own.nearest(x, y)) if _is_far(offset) else [] for own, offset in zip(boxes, OFFSETS, strict=True)]
+        costs = []
+        for own, leader in zip(boxes, leaders, strict=True):
+            covered = sum(part.overlap(name) for part in (own, *leader) for name in named)
+            costs.append(sum(map(own.overlap, taken)) + ON_NAME * covered + OUTSIDE * (own.area - own.overlap(frame)))
         best = costs.index(min(costs))
-        taken.append(boxes[best])
+        named.append(boxes[best])
+        taken += leaders[best]
         sideways, up = OFFSETS[best]
-        far = max(abs(sideways), abs(up)) > NEAR
         axes.annotate(
             name,
             point,
@@ -75,8 +85,14 @@ def place_labels(
             fontsize=FONT_SIZE,
             color=colour,
             in_layout=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4} if far else None,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4}
+            if _is_far(OFFSETS[best])
+            else None,
         )
+
+
+def _is_far(offset: Point) -> bool:
+    return max(map(abs, offset)) > NEAR
 
 
 def _dots(start: Any, end: Any) -> list[Box]:

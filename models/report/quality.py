@@ -250,7 +250,7 @@ def flips(report: Report) -> Picture:
         title="Where the likeliest token flips",
         reading="A row for each cache, the text from left to right; a column's height is the number of tokens there whose likeliest "
         "successor "
-        f"is not that of the model without a cache, at most {most}. Columns that stand in every row are places where the model was "
+        f"is not that of the model without a cache, at most {most}. Columns that stand in every row are likely places where the model was "
         "undecided.",
         alt="Strips of the text in which the likeliest token changed. "
         + "; ".join(f"{c.name}: {len(c.flips)} of {report.text.scored}" for c in report.caches)

@@ -164,6 +164,10 @@ class StepTimes:
     def medians_ms(self) -> tuple[float, ...]:
         return tuple(float(np.median(samples)) for samples in self.samples_ms)
 
+    @property
+    def fastest_ms(self) -> tuple[float, ...]:
+        return tuple(min(samples) for samples in self.samples_ms)
+
 
 @dataclasses.dataclass(frozen=True)
 class Speed:

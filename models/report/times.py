@@ -23,7 +23,7 @@ from models.decoding import decode_step, implementations
 from models.llama import Llama
 from models.report.schema import Machine, Speed, StepTimes
 
-STEPS = 7  # timed, after one that is not
+STEPS = 15  # timed, after one that is not
 DIGITS = 4  # of a millisecond
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
