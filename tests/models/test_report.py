@@ -365,7 +365,7 @@ BAD = {
     "settings of a report that is there": (("--from", "{json}", "--window", "64"), "leave out --window"),
     "the same cache twice": (("embedded", "--text", "{text}", "--cache", "int4", "--cache", "int4"), "--cache int4 is given twice"),
     "context beyond the model": (("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "64,4096"), "4096 is beyond the 2048"),
-    "context too short": (("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "4"), "no room for 8 steps"),
+    "context too short": (("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "4"), f"no room for {times.STEPS + 1} steps"),
     "context that is no number": (("embedded", "--text", "{text}", "--cache", "int4", "--contexts", "a"), "'a' must be an integer"),
     "missing text": (("embedded", "--text", "{text}.none", "--cache", "int4"), "No such file"),
     "window beyond the model": (("embedded", "--text", "{text}", "--cache", "int4", "--window", "4096"), "beyond the 2048 positions"),
