@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -30,9 +31,8 @@ class Rope:
 
 def rotate(rows: Float[Array, "B K T H"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B K T H"]:
     """Rotates rows [B, K, T, H] (any head count) to their positions [B, T]."""
-    angles_BTh = positions[..., None].astype(jnp.float32) * rope.inverse_frequencies[None, None]
-    cos_B1Th = (jnp.cos(angles_BTh) * rope.attention_factor)[:, None]
-    sin_B1Th = (jnp.sin(angles_BTh) * rope.attention_factor)[:, None]
+    # kept apart, or XLA calculates a token's cosines again for each of its heads (docs/decisions.md)
+    cos_B1Th, sin_B1Th = (table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope)))
     first, second = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos_B1Th - second * sin_B1Th, second * cos_B1Th + first * sin_B1Th], axis=-1)
     return rotated.astype(rows.dtype)
