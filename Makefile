@@ -7,7 +7,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 PIP = $(RUN) -m pip --disable-pip-version-check install --quiet
 # torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
-EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity" if sys.version_info[:2] == (3, 11) else "test")')
+EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.version_info[:2] == (3, 11) else "test")')
 
 .PHONY: demo test aot lint bench clean
 
