@@ -17,6 +17,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.body import Leaf
@@ -104,23 +105,86 @@ def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Arr
 
 
 def dequantize(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K T H"]:
-    """fp32 keys [B, K, T, H]. cos and sin are chosen from those of a group's 2^angle_bits angles, made once for all its tokens."""
+    """fp32 keys [B, K, T, H]. step: of the radii, on the global grid."""
+    return jnp.concatenate(key_halves(body, step), axis=-1)
+
+
+def key_halves(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> tuple[Pairs, Pairs]:
+    """(k_i, k_{i+H/2}) in fp32. cos and sin are chosen from tables, which for groups are made once for all tokens of a group."""
+    format = body.format
+    radius, angle_codes = _radii_and_codes(body, step)
+    if format.grid == "global":
+        x, y = (radius * look_up(f(_full_circle(format)), angle_codes) for f in (jnp.cos, jnp.sin))
+        return x, y
+    low, high, low_codes, high_codes = *_half_tables(body), *_halves(angle_codes, format)
+    (a, b), (c, d) = (look_up(t, low_codes) for t in low), (look_up(t, high_codes) for t in high)
+    x, y = radius * (c * a - d * b), radius * (d * a + c * b)
+    shape = (*radius.shape[:2], -1, format.half)
+    return x.reshape(shape), y.reshape(shape)
+
+
+def row_scores(q: Float[Array, "B K 1 H"], body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K 1 T"]:
+    """q . k for one query row, fp32: its products with the angles are looked up and multiplied by the radius; no key is made.
+
+    Global grid: from a table of q_i cos(theta) + q_{i+H/2} sin(theta), 2^angle_bits entries for each pair, one for the whole cache. Groups:
+    with theta = high + low as in `_half_tables`,
+
+        q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low)) + sin(high) (q_{i+H/2} cos(low) - q_i sin(low)))
+    """
+    format = body.format
+    radius, angle_codes = _radii_and_codes(body, step)
+    x, y = jnp.split(q.astype(jnp.float32)[None], 2, axis=-1)  # [1, B, K, 1, H/2]
+    if format.grid == "global":
+        cos, sin = (f(_full_circle(format)) for f in (jnp.cos, jnp.sin))
+        products = look_up(x * cos + y * sin, angle_codes)
+    else:
+        ((cos, sin), high), (low_codes, high_codes) = _half_tables(body), _halves(angle_codes, format)
+        x, y = x[..., None, :], y[..., None, :]
+        along, across = look_up(x * cos + y * sin, low_codes), look_up(y * cos - x * sin, low_codes)
+        products = look_up(high[0], high_codes) * along + look_up(high[1], high_codes) * across
+    # a dot with ones: XLA's CPU backend does not vectorize a sum over the last axis
+    rows, ones = (radius * products).reshape(-1, format.half), jnp.ones((format.half, 1), jnp.float32)
+    return jnp.dot(rows, ones, precision=lax.Precision.HIGHEST).reshape(*radius.shape[:2], 1, -1)
+
+
+def _radii_and_codes(body: Polar, step: Array | None) -> tuple[Array, Array]:
+    """(radii in fp32, codes of angles): [B, K, T, H/2] on the global grid, [B, K, groups, size, H/2] for groups."""
     format = body.format
     codes = unpack(body.words, format.layout).astype(jnp.uint16)
-    angle_codes, radius_codes = codes & jnp.uint16((1 << format.angle_bits) - 1), codes >> jnp.uint16(format.angle_bits)
-    entries = jnp.arange(1 << format.angle_bits, dtype=jnp.float32)
+    angle_codes, radius = codes & jnp.uint16((1 << format.angle_bits) - 1), (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32)
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
-        radius = radius_codes.astype(jnp.float32) * step
-        angles = entries * (TURN / entries.size) - math.pi
-        return jnp.concatenate([radius * look_up(f(angles), angle_codes) for f in (jnp.cos, jnp.sin)], axis=-1)
-    stored = [body.radius_scale, body.radius_zero, body.angle_scale, body.angle_zero]
-    r_scale, r_zero, scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in stored if s is not None)
-    angles = (entries.reshape(-1, 1, 1, 1, 1, 1) + 0.5) * scale[None] + zero[None]  # [entries, B, K, groups, 1, H/2]
-    radius = (_in_groups(radius_codes, format.group_size).astype(jnp.float32) + 0.5) * r_scale + r_zero
-    chosen = _in_groups(angle_codes, format.group_size)
-    parts = [(radius * look_up(f(angles), chosen)).reshape(codes.shape) for f in (jnp.cos, jnp.sin)]
-    return jnp.concatenate(parts, axis=-1)
+        return radius * step, angle_codes
+    angle_codes, radius = (_in_groups(c, format.group_size) for c in (angle_codes, radius))
+    scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.radius_scale, body.radius_zero) if s is not None)
+    return (radius + 0.5) * scale + zero, angle_codes
+
+
+def _full_circle(format: PolarFormat) -> Float[Array, "entries 1 1 1 1"]:
+    """The angles of the global grid."""
+    entries = 1 << format.angle_bits
+    return jnp.arange(entries, dtype=jnp.float32).reshape(-1, 1, 1, 1, 1) * (TURN / entries) - math.pi
+
+
+def _halves(angle_codes: Array, format: PolarFormat) -> tuple[Array, Array]:
+    """The low and the high bits of angle codes."""
+    low_bits = format.angle_bits // 2
+    return angle_codes & jnp.uint16((1 << low_bits) - 1), angle_codes >> jnp.uint16(low_bits)
+
+
+def _half_tables(body: Polar) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(cos, sin) of what the low bits of a code add to an angle, and of where its high bits begin; [entries, B, K, groups, 1, H/2] each.
+
+    An angle is the sum of the two, so two lists of 2^(b/2) entries do for one of 2^b: 12 selects for a pair in place of 30 at 4 bits. The
+    loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving the cosines into the loop over tokens: it does so
+    past any barrier (docs/decisions.md).
+    """
+    scale, zero = (s.astype(jnp.float32)[None, :, :, :, None] for s in (body.angle_scale, body.angle_zero) if s is not None)
+    low = 1 << body.format.angle_bits // 2
+    steps, starts = (jnp.arange(n, dtype=jnp.float32).reshape(-1, 1, 1, 1, 1, 1) for n in (low, (1 << body.format.angle_bits) // low))
+    angles = jnp.concatenate([steps * scale, (starts * low + 0.5) * scale + zero])
+    cos, sin = lax.map(lambda quarter: jnp.cos(angles - quarter), jnp.asarray([0, TURN / 4], jnp.float32))
+    return (cos[:low], sin[:low]), (cos[low:], sin[low:])
 
 
 def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"], format: PolarFormat) -> Int[Array, "B K T half"]:

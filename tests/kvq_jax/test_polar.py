@@ -11,8 +11,10 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax import polar
 from kvq_jax.cache import CacheDims
+from kvq_jax.methods.polarquant.method import PolarCodec
 from kvq_jax.packing import unpack
 from kvq_jax.polar import PolarFormat
+from tests.kvq_jax.layer_runs import CAPACITY, agrees, attend_reference, decode, empty, prefill, row_errors, sequences
 from tests.kvq_jax.test_golden import compare_codes, compare_numbers, golden
 
 NAME = "polarquant_m4n4_g128"
@@ -136,6 +138,62 @@ def test_what_is_not_finite_changes_no_other_token(bad: float):
     assert np.isfinite(found).all()
     others = np.delete(found, 7, axis=2)
     np.testing.assert_array_equal(others[..., [3, 35]], expected[..., [3, 35]])
+
+
+@pytest.mark.parametrize("grid", ["grouped", "global"])
+@pytest.mark.parametrize("bits", [(1, 3), (3, 2), (4, 4), (6, 2)])
+def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int], grid: str):
+    """Of one query row, which makes no key, and of three, against float64 keys from the codes and the formulas of the paper."""
+    rng = np.random.default_rng(4)
+    rows, q = (rng.normal(size=(2, 2, n, 32)).astype(np.float32) for n in (64, 3))
+    spec = f"polarquant:angle_bits={bits[0]},radius_bits={bits[1]},grid={grid},group_size=32"
+    codec = kvq.parse(spec).layer(0, CacheDims(1, 4, 2, 32, 64), 64, "float32").k
+    assert isinstance(codec, PolarCodec)
+    step = jnp.asarray(rng.uniform(0.1, 0.5, (2, 2, 1, 16)), jnp.float32)
+    body = codec.encode((), step, jnp.asarray(rows), prefill=True)
+
+    codes = np.asarray(unpack(body.words, body.format.layout)).reshape(2, 2, -1, 32, 16)
+    angle, radius = (codes & (2 ** bits[0] - 1)).astype(np.float64), (codes >> bits[0]).astype(np.float64)
+    if grid == "global":
+        angle, radius = angle * 2 * np.pi / 2 ** bits[0] - np.pi, radius * np.asarray(step)[:, :, None]
+    else:
+        stored = (body.angle_scale, body.angle_zero, body.radius_scale, body.radius_zero)
+        scale, zero, r_scale, r_zero = (np.asarray(s, np.float64)[:, :, :, None] for s in stored if s is not None)
+        angle, radius = (angle + 0.5) * scale + zero, (radius + 0.5) * r_scale + r_zero
+    parts = [(radius * f(angle)).reshape(2, 2, 64, 16) for f in (np.cos, np.sin)]
+    wanted = np.einsum("bkrh,bkth->bkrt", q, np.concatenate(parts, axis=-1))
+
+    def compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+        np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(wanted).max(), err_msg=name)
+
+    positions = jnp.zeros((1, 1), jnp.int32)
+    three = np.asarray(codec.scores((), step, jnp.asarray(q), body, positions, None))
+    ones = [np.asarray(codec.scores((), step, jnp.asarray(q[:, :, r : r + 1]), body, positions, None)) for r in range(3)]
+    compare("keys", three, wanted)
+    compare("products", np.concatenate(ones, axis=2), wanted)
+    compare("decoded", np.einsum("bkrh,bkth->bkrt", q, np.asarray(codec.decode((), step, body))), wanted)
+    turned = np.concatenate([q[..., 16:], -q[..., :16]], axis=-1)  # q . k turned by a quarter
+    with pytest.raises(AssertionError):
+        compare("turned", np.asarray(codec.scores((), step, jnp.asarray(turned[:, :, :1]), body, positions, None)), wanted[:, :, :1])
+
+
+@pytest.mark.parametrize("grid", ["grouped", "global"])
+def test_one_query_head_per_kv_head_attends_as_by_definition(grid: str):
+    """A decoding step whose query rows look up their products; other tests of caches have several rows for each KV head."""
+    dims, lengths = CacheDims(1, 2, 2, 32, 64), np.array([CAPACITY, 37], np.int32)
+    plan, state = empty(f"polarquant:group_size=16,grid={grid}", 2, dims)
+    tokens, start = sequences(2, dims), lengths - 1
+    _, state, _ = prefill(plan, (), state, tokens.window(np.zeros(2, np.int32), start, CAPACITY), ())
+    inputs = tokens.window(start, lengths, 1)
+    out, state, _ = decode(plan, (), state, inputs, ())
+    seen = jnp.asarray(np.arange(plan.regions.capacity)[None, None] < lengths[:, None, None])
+
+    def attended(tokens_seen: jnp.ndarray) -> np.ndarray:
+        return np.asarray(attend_reference(plan, (), state, jnp.asarray(lengths), inputs, tokens_seen, ()))
+
+    everything, want = np.ones(out.shape[:3], bool), attended(seen)
+    assert agrees(np.asarray(out), want, 1e-5, everything), f"worst relative error {row_errors(np.asarray(out), want).max():.1e}"
+    assert not agrees(attended(jnp.roll(seen, -16, axis=2)), want, 1e-5, everything), "a token group less passes"
 
 
 @pytest.mark.parametrize(

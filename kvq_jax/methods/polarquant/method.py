@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from kvq_jax import polar
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
-from kvq_jax.codec import Codec, Side, side_rows
+from kvq_jax.codec import Codec, Side, dot_rows, side_rows
 from kvq_jax.method import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
 from kvq_jax.polar import Cut, Grid, Polar, PolarFormat
 from kvq_jax.quantized import resolve_group
+from kvq_jax.rope import Rope
 from kvq_jax.uniform import saturation_limit
 
 BITS = (1, 2, 3, 4, 5, 6)
@@ -50,6 +52,16 @@ class PolarCodec(Codec):
 
     def decode(self, params: Tree, stats: Tree, body: Polar) -> RowsBKTH:
         return polar.dequantize(body, stats if self.format.grid == "global" else None)
+
+    def scores(
+        self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: Polar, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        """One query row looks up its products with the angles; several share keys, whose halves XLA joins slowly (docs/decisions.md)."""
+        step = stats if self.format.grid == "global" else None
+        if query.shape[2] == 1:
+            return polar.row_scores(query, body, step)
+        (x, y), (keys_x, keys_y) = jnp.split(query, 2, axis=-1), polar.key_halves(body, step)
+        return dot_rows(x, keys_x) + dot_rows(y, keys_y)
 
     def kernel_side(self) -> Any:
         from kvq_jax.attention.kernel_sides import polar as side
