@@ -6,6 +6,7 @@ import dataclasses
 import html
 import importlib.util
 import json
+import pathlib
 import re
 import shutil
 
@@ -182,6 +183,16 @@ def test_json_gives_back_the_report(report, tmp_path):
     assert schema.read(tmp_path / "again.json") == report
     other = dataclasses.replace(report, tokens_of_sample=SAMPLE + 1)
     assert schema.dump(other) != schema.dump(report)
+
+
+def test_the_committed_report_is_read_and_its_command_is_the_readme_s():
+    root = pathlib.Path(__file__).parents[2]
+    committed, readme = schema.read(root / "docs/report/report.json"), (root / "README.md").read_text(encoding="utf-8")
+    asked = re.search(r"^kvq report embedded (.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert asked, "README has no command of the report"
+    words = set(asked[1].replace("\\\n", " ").split())
+    assert words <= set(committed.command.split()), f"{words - set(committed.command.split())} is not what the report was made with"
+    assert [c.name for c in committed.caches] == re.findall(r"--cache (\S+)", asked[1])
 
 
 def broken(fields, path, value):
