@@ -51,10 +51,10 @@ def test_a_step_moves_and_needs_nothing_of_the_size_of_a_cache(spec: str, layers
     assert any(re.fullmatch("decode_attention.*", name) for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
 
 
-@pytest.mark.parametrize("spec", ["xquant:bits=2", "xquant_cl:bits=2,base_layer=0,accumulator_dtype=bfloat16"])
-def test_a_step_rebuilds_keys_chunk_by_chunk(spec: str):
-    """Keys of the context never exist: beside the accumulator, in place, a step needs less than a tenth of dense keys and values."""
-    config = llama_config(2)
+def test_a_step_rebuilds_keys_chunk_by_chunk():
+    """Through a layer of latents, a base layer and one of differences: beside the accumulator, in place, a step needs less than a tenth of
+    a layer's dense keys and values. So those of the context never exist."""
+    spec, config = "xquant_cl:bits=2,base_layer=1,accumulator_dtype=bfloat16", llama_config(3)
     cache = kvq.layout(spec, config, BATCH, CAPACITY, "bfloat16")
     llama = prepare(abstract_llama(config, "bfloat16"), spec)
     token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
@@ -62,7 +62,7 @@ def test_a_step_rebuilds_keys_chunk_by_chunk(spec: str):
     memory = program.compiled.memory_analysis()
     accumulators = [p.cross_layer.accumulator(BATCH, p.regions.body_capacity).struct for p in cache.plans if p.cross_layer]
     declared = max((kvq.nbytes(struct) for struct in accumulators), default=0)
-    dense_layer = kvq.dense_nbytes(config, BATCH, CAPACITY) / 2
+    dense_layer = kvq.dense_nbytes(config, BATCH, CAPACITY) / 3
     assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), "the donated cache is not updated in place"
     assert memory.temp_size_in_bytes <= 1.2 * declared + dense_layer / 10, f"temp {memory.temp_size_in_bytes}, declared {declared}"
 
