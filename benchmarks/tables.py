@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks import paper_tables
 from benchmarks.common import Report, Row
 from benchmarks.kernel_report import KernelReport, KernelRow
+from benchmarks.key_bias import BiasReport, BiasRow
 from benchmarks.machine_code.report import HEADER as COUNTS_HEADER
 from benchmarks.machine_code.report import Instructions
 from benchmarks.quality import QualityReport, QualityRow
@@ -19,6 +20,17 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
 KERNEL_HEADER = ("candidate", "median us", "best us", "no tokens us", "MB", "GB/s", "of copy", "time / best bf16", "error", "remarks")
 QUALITY_HEADER = ("cache", "spec", "stored bits", "the paper's count", "perplexity", "KL to exact", "same top token")
+BIAS_HEADER = (
+    "cache",
+    "spec",
+    "what shares a scale",
+    "KL, unread: no bias",
+    "bias",
+    "subtracted",
+    "KL, read: no bias",
+    "bias",
+    "subtracted",
+)
 STEP_HEADER = ("cache", "median ms", "best ms", "tokens/s", "GB", "of copy", "time / best bf16", "error", "remarks")
 INTRODUCTION = """\
 # Results
@@ -141,6 +153,29 @@ def subspace_section(report: SubspaceReport, name: str) -> str:
     return "\n\n".join(parts)
 
 
+def key_bias_section(report: BiasReport, name: str) -> str:
+    """What a key bias does to caches, and what is left of that when it is subtracted: two variants of the model, side by side."""
+    exact = {variant: f"{perplexity:.3f}" for variant, perplexity in report.perplexities.items()}
+    return "\n\n".join(
+        (
+            f"## {report.title}",
+            f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}, float32; {report.windows} windows of "
+            f"{report.window} tokens of {report.text}, the first {report.prompt} of each a prompt and not scored. KL is from the exact "
+            f"outputs of the same model. Raw numbers: [{name}]({name}).",
+            f"Unread: `kvq stress --key-bias {report.key_bias:g}`, heads of twice the width with constants that no query reads; "
+            f"exact perplexity {exact['plain']} without them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest RoPE "
+            f"pairs of every head, which queries read; exact perplexity {exact['slow']}. Refused: the cache holds no keys, and adds their "
+            "bias when it rebuilds them.",
+            table(BIAS_HEADER, map(_bias_line, report.rows)),
+        )
+    )
+
+
+def _bias_line(row: BiasRow) -> tuple[str, ...]:
+    found = (kl for v in (row.wide, row.slow) for kl in (v.plain, v.biased, v.subtracted))
+    return row.label, f"`{row.cache}`", row.shares, *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found)
+
+
 def _quality_line(row: QualityRow) -> tuple[str, ...]:
     counted = "" if row.paper_bits is None else f"{row.paper_bits:.2f}"
     measured = f"{row.perplexity:.3f}", f"{row.kl:.5f}", f"{row.agreement:.2%}"
@@ -204,6 +239,8 @@ def section(file: pathlib.Path) -> str:
         return instructions_section(Instructions.read(file), file.name)
     if file.stem.startswith("quality_"):
         return quality_section(QualityReport.read(file), file.name)
+    if file.stem.startswith("key_bias"):
+        return key_bias_section(BiasReport.read(file), file.name)
     if file.stem == "squat_subspace":
         return subspace_section(SubspaceReport.read(file), file.name)
     if file.stem.startswith("kernels_"):

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codec import Codec, dot_rows
-from kvq_jax.rope import Rope, cosines_and_sines
+from kvq_jax.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
 
@@ -123,9 +123,8 @@ def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
 
 def rotated_bias(params: Tree, head_dim: int, positions: Int[Array, "B T"], rope: Rope | None) -> Float[Array, "B K T H"]:
     """R_p b for each position, fp32."""
-    first, second = jnp.split(bias_of(params, head_dim)[None, :, None], 2, axis=-1)
-    cos, sin = (table[:, None] for table in cosines_and_sines(positions, _given(rope)))
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    bias = bias_of(params, head_dim)[None, :, None]
+    return rotate(jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)), positions, _given(rope))
 
 
 def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:

@@ -37,6 +37,7 @@ cache's doing.
                          factor, sqrt(2), which is rounded. Only caches in which old and new channels share a scale or a norm
                          can be hurt. A family without such a bias is written as Llama with attention_bias; a model with
                          QK-norm is refused. --key-bias 0 only widens the heads: compare with that one, not with MODEL.
+                         The remedy is a cache with subtract_bias=true.
 
 They can be combined. The checkpoint keeps MODEL's dtype where that loses nothing (bf16: factors that are powers of two),
 otherwise it is written in float32: then run it with --dtype float32. At the end both models are run on {PROBE_TOKENS} random tokens
