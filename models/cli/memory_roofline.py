@@ -96,7 +96,7 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     heads, kv_width = config.num_attention_heads, plan.heads * plan.head_dim
     cross = plan.cross_layer
     if cross is None:
-        k, v = (math.prod(codec.row_shape(plan.heads, plan.head_dim)) if codec.takes_weights else 0 for codec in (plan.k, plan.v))
+        k, v = (math.prod(codec.row_shape(plan.heads, plan.head_dim)) if codec.rebuilds else 0 for codec in (plan.k, plan.v))
         return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
     assert isinstance(cross, XCrossLayerCodec), "the only codec that builds on layers below"
     flops = roofline.flops_of_keys(cross.width, cross.width, kv_width, heads)
