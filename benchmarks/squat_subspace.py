@@ -5,8 +5,9 @@ The model reads a prompt and writes a response without any quantization, so that
     deviation = mean |q - proj(q)| / |q|              of the response's queries q from the r largest singular directions of other queries
     error     = mean |q . (k^ - k)| / sqrt(H)         of the response's queries with the prompt's keys, all of them quantized to 2 bits
 
-Figure 2 looks at queries and keys before RoPE. Here are both, for a score is made of queries and keys after it; and how well the text that
-follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot beside it:
+Figure 2 looks at queries and keys before RoPE. Here are both, for a score is made of queries and keys after it; what becomes of the errors
+where other queries span the subspace or meet the keys (the prompt's own, the response's, the prompt's turned to the response's positions);
+and how well the text that follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot beside it:
 
     python -m benchmarks.squat_subspace --json benchmarks/results/squat_subspace.json
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -34,9 +36,21 @@ from models.rope import rope_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 RANKS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
-SCORE_RANKS = (1, 2, 5, 10, 20, 40)
+SCORE_RANKS = (1, 5, 20, 64)
 LAMS = (1e-5, 1e-4, 1e-3, 1e-2)
-CACHES = ("dense", "kivi", "squat:lam=0.0001", "squat", "kivi:pre_rope=true", "squat_pre:lam=0.0001", "squat_pre")  # in what they predict
+AHEAD = "block_channels=8,ahead=256"  # as far as the default response goes
+CACHES = (  # in what they predict
+    "dense",
+    "kivi",
+    "squat:lam=0.0001",
+    "squat",
+    "squat:rank=64",
+    f"squat:rank=64,{AHEAD}",
+    "kivi:pre_rope=true",
+    "squat_pre:lam=0.0001",
+    "squat_pre",
+    "squat_pre:rank=64,block_channels=8",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,20 +166,48 @@ def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H
     return np.asarray(jnp.mean(jnp.sqrt(jnp.maximum(1 - inside, 0)), axis=(0, 1)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A method beside KIVI on the prompt's keys: whose queries it sees, and which queries meet the keys."""
+
+    name: str
+    squat: str
+    kivi: str
+    given: kvq.LayerInputs
+    asking: Float[Array, "1 N R H"]
+
+
+def settings(inputs: kvq.LayerInputs, prompt: int) -> list[Setting]:
+    plain, given, later = before_rope(inputs), tokens_of(inputs, 0, prompt), inputs.q_rot[:, :, prompt:]
+    known = jnp.tile(later, (1, 1, -(-prompt // later.shape[2]), 1))[:, :, :prompt]
+    pre = "kivi:pre_rope=true"
+    return [
+        Setting("queries and keys before RoPE", "squat", "kivi", tokens_of(plain, 0, prompt), plain.q_rot[:, :, prompt:]),
+        Setting("squat", "squat", "kivi", given, later),
+        Setting("squat, 4 bits", "squat:bits=4", "kivi:bits=4", given, later),
+        Setting("squat, met by the prompt's own queries", "squat", "kivi", given, given.q_rot),
+        Setting("squat, spanned by the response's queries", "squat", "kivi", dataclasses.replace(given, q_rot=known), later),
+        Setting("squat:ahead=256", "squat:ahead=256", "kivi", given, later),
+        Setting("squat:ahead=256,block_channels=8", "squat:ahead=256,block_channels=8", "kivi", given, later),
+        Setting("squat_pre", "squat_pre", pre, given, later),
+        Setting("squat_pre:block_channels=8", "squat_pre:block_channels=8", pre, given, later),
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _coded(spec: str, inputs: kvq.LayerInputs) -> Float[Array, "B K T H"]:
+    return kvq.roundtrip_layer(spec, inputs)[0]
+
+
 def layer_errors(inputs: kvq.LayerInputs, prompt: int, layer: int) -> Iterator[ScoreError]:
-    """KIVI and SQuat on the prompt's keys, for the response's queries."""
-    plain = before_rope(inputs)
-    for setting, method, kivi, whole in (
-        ("queries and keys before RoPE", "squat", "kivi", plain),
-        ("squat", "squat", "kivi", inputs),
-        ("squat_pre", "squat_pre", "kivi:pre_rope=true", inputs),
-    ):
-        given, later = tokens_of(whole, 0, prompt), whole.q_rot[:, :, prompt:]
-        specs: dict[tuple[int | None, float | None], str] = {(None, None): kivi}
-        specs |= {(rank, lam): f"{method}:rank={rank},lam={lam:f}" for rank in SCORE_RANKS for lam in LAMS}
+    """KIVI and SQuat on the prompt's keys, in every setting."""
+    for setting in settings(inputs, prompt):
+        grid = [(rank, lam) for rank in SCORE_RANKS for lam in LAMS]
+        specs: dict[tuple[int | None, float | None], str] = {(None, None): setting.kivi}
+        specs |= {(rank, lam): f"{setting.squat}{',' if ':' in setting.squat else ':'}rank={rank},lam={lam:f}" for rank, lam in grid}
         for (rank, lam), spec in specs.items():
-            error = score_error(later, given.k_rot, kvq.roundtrip_layer(spec, given)[0])
-            yield ScoreError(setting, rank, lam, layer, round(error, 6))
+            coded = _coded(spec, setting.given)
+            yield ScoreError(setting.name, rank, lam, layer, round(score_error(setting.asking, setting.given.k_rot, coded), 6))
 
 
 def layer_deviations(response: kvq.LayerInputs, sources: dict[str, kvq.LayerInputs], layer: int) -> Iterator[Deviation]:
@@ -240,8 +282,8 @@ def draw(report: SubspaceReport) -> Any:
             label = f"{source}, {'after' if rope else 'before'} RoPE"
             left.plot(report.ranks, report.deviation(source, rope), style, color=f"C{i}", marker="o", markersize=3, label=label)
     left.set(xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1))
-    for i, setting in enumerate(dict.fromkeys(row.setting for row in report.errors)):
-        for rank, style in ((5, "-"), (20, "--")):
+    for i, setting in enumerate(("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")):
+        for rank, style in ((5, "-"), (64, "--")):
             ratios = [report.ratio(setting, rank, lam) for lam in LAMS]
             right.plot(LAMS, ratios, style, color=f"C{i}", marker="o", markersize=3, label=f"{setting}, rank {rank}")
     right.axhline(1, color="grey", linewidth=0.8)

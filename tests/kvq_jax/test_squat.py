@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import kvq_jax as kvq
 from kvq_jax.cache import CacheDims
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
+from kvq_jax.rope import rotate
 from tests.kvq_jax.layer_runs import CAPACITY, DIMS, Sequences, differences, empty, live, prefill, run, sequences
 
 SPEC = "squat:rank=3,lam=0.01,solver=eigh,recent=4,block=16"
@@ -135,6 +138,18 @@ class TestSubspace:
         np.testing.assert_allclose(statistics(SPEC.replace("eigh", "power"), falling), exact, atol=1e-3)
         assert np.abs(statistics(SPEC.replace("rank=3", "rank=2"), falling) - exact).max() > 1e-2
 
+    @pytest.mark.parametrize("solver", ["power", "eigh"])
+    def test_on_cpus_lapack_gets_one_matrix_at_a_time(self, solver: subspace.Solver):
+        """JAX 0.10 lets threads wait for parts of a batch that only they could work on: layers side by side then wait for ever."""
+
+        def batches(function: Callable) -> list[int]:
+            text = jax.jit(function).lower(jnp.eye(32)[None, None] * jnp.ones((3, 2, 1, 1))).compile().as_text()
+            shapes = re.findall(r"= \(?f32\[([\d,]+)\][^\n]*lapack_s(?:geqrf|orgqr|potrf|syevd)_ffi", text)
+            return [int(np.prod([int(n) for n in shape.split(",")[:-2]])) for shape in shapes]
+
+        assert set(batches(lambda m: subspace.corrections(m, 3, solver, 0.01, 16))) == {1}
+        assert max(batches(lambda m: subspace.directions(m, 3, solver))) == 6, "the search for batches finds none"
+
     def test_normalized_it_does_not_grow_with_the_prompt(self):
         tokens = sequences()
         once = FULL // 2
@@ -155,6 +170,33 @@ class TestSubspace:
             assert (np.abs(one - other).max() > 1e-2) == changed
         with pytest.raises(ValueError, match="q_pre"):
             key_codec("squat_pre:queries=before_rope").statistics((), dataclasses.replace(inputs, q_pre=None), 0)
+
+    def test_queries_can_be_turned_to_the_positions_that_follow_each_prompt(self):
+        """Against Q^T Q of queries that were rotated there one position after the other; an attention factor scales them as RoPE does."""
+        tokens, lengths, ahead = sequences(), np.array([90, 61, 40, 16, 7, 3, 2, 1], np.int32), 20
+        inputs = tokens.window(ZERO, lengths, CAPACITY)
+        assert inputs.rope is not None
+        rope = dataclasses.replace(inputs.rope, attention_factor=jnp.asarray(1.5))
+
+        def gram(queries: jnp.ndarray) -> np.ndarray:
+            return np.asarray(subspace.gram(queries, inputs.valid, 2))
+
+        def asked(later: int) -> np.ndarray:
+            there = jnp.broadcast_to(jnp.asarray(lengths)[:, None] + later, inputs.positions.shape)
+            return gram(rotate(inputs.q_pre, there, rope))
+
+        wanted = np.mean([asked(later) for later in range(ahead)], axis=0)
+        found = np.asarray(subspace.turned(gram(inputs.q_pre), jnp.asarray(lengths), ahead, rope))
+        np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+        for what, other in (("their own positions", gram(inputs.q_rot) * 1.5**2), ("the first of them", asked(0))):
+            assert np.abs(other - wanted).max() > 0.1 * np.abs(wanted).max(), f"{what} would pass"
+
+        spec = "squat:rank=32,lam=0.01,solver=eigh"
+        plain, turned = (np.asarray(key_codec(f"{spec}{o}").statistics((), inputs, 0)) for o in ("", f",ahead={ahead}"))
+        assert np.abs(plain - turned).max() > 1e-2
+        for missing in ("q_pre", "rope"):
+            with pytest.raises(ValueError, match=r"ahead=20 needs LayerInputs.q_pre and rope"):
+                key_codec(f"{spec},ahead={ahead}").statistics((), dataclasses.replace(inputs, **{missing: None}), 0)
 
     def test_shared_it_is_the_first_rows_for_all_and_so_depends_on_the_batch(self):
         """An experiment outside the table of methods: it breaks the law that rows are independent."""
@@ -266,6 +308,8 @@ def test_every_preset_fits_a_model_of_head_dim_128(kind):
         ("squat:rank=33", ("rank=33", "head_dim (32)")),
         ("squat:lam=-1", ("lam=-1",)),
         ("squat:lam=nan", ("lam=nan",)),
+        ("squat:ahead=-1", ("ahead=-1",)),
+        ("squat_pre:ahead=8", ("'ahead'", "queries")),
         ("squat:block_channels=32", ("block_channels=32", "head_dim 32", "kivi")),
     ],
 )

@@ -23,31 +23,36 @@ class SquatCodec(GroupCodec):
     """Keys per channel over groups of tokens. What is stored and how it is read is KIVI's; the statistics of a row are the matrices with
     which its keys are quantized, [B, K, H - block, H - last block] fp32, zeros for a row without a prompt.
 
-    query_rope: the subspace is that of queries after RoPE. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch
-    take the matrices of the first that has a prompt.
+    query_rope: the subspace is that of queries after RoPE. ahead: where not 0, of queries before RoPE turned to each of the `ahead`
+    positions after the prompt. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch take the matrices of the first
+    that has a prompt.
     """
 
     rank: int = 5
     lam: float = 1e-3
     block_channels: int = 64
     query_rope: bool = True
+    ahead: int = 0
     normalize: bool = False
     solver: Solver = "power"
     shared: bool = False
 
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
         """From the queries of all valid tokens, those of the sink too: it is their keys that stay exact."""
-        queries = inputs.q_rot if self.query_rope else inputs.q_pre
-        if queries is None:
-            raise ValueError("queries=before_rope needs LayerInputs.q_pre, which is None")
+        queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
+        if queries is None or (self.ahead and inputs.rope is None):
+            option = f"ahead={self.ahead} needs LayerInputs.q_pre and rope" if self.ahead else "queries=before_rope needs LayerInputs.q_pre"
+            raise ValueError(f"{option}, not None")
         counted = inputs.valid
         if self.shared:
             row = jnp.argmax(counted[:, 0] & (inputs.positions[:, 0] == 0))
             queries, counted = (lax.dynamic_slice_in_dim(a, row, 1, 0) for a in (queries, counted))
-        values, vectors = subspace.directions(subspace.gram(queries, counted, inputs.k_rot.shape[1]), self.rank, self.solver)
+        matrix, length = subspace.gram(queries, counted, inputs.k_rot.shape[1]), jnp.sum(counted, axis=1)
+        if self.ahead and inputs.rope is not None:
+            matrix = subspace.turned(matrix, length, self.ahead, inputs.rope)
         if self.normalize:
-            values = values / jnp.maximum(jnp.sum(counted, axis=1), 1).astype(jnp.float32)[:, None, None]
-        found = subspace.updates(values, vectors, self.lam, self.block_channels)
+            matrix = matrix / jnp.maximum(length, 1).astype(jnp.float32)[:, None, None, None]
+        found = subspace.corrections(matrix, self.rank, self.solver, self.lam, self.block_channels)
         return jnp.broadcast_to(found, (inputs.valid.shape[0], *found.shape[1:]))
 
     def initial_statistics(self, batch: int, heads: int) -> Float[Array, "B K _ _"]:

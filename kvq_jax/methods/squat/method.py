@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -20,22 +21,14 @@ WINDOWS = "group_size=32,sink=0,recent=0,block=32"
 
 
 @dataclasses.dataclass(frozen=True)
-class Squat(Method):
+class _Squat(Method):
     """Keys per channel as KIVI's, each block of channels corrected for the errors of those before it so that the whole error is orthogonal
     to the prompt's queries; values as KIVI's. Wang et al., SQuat, section 3."""
 
-    name: ClassVar[str] = "squat"
-    summary: ClassVar[str] = "KIVI's groups; errors of keys are kept orthogonal to the prompt's queries"
     source: ClassVar[str] = "SQuat (Wang et al. 2025), arXiv:2503.24358"
     prompt_statistics: ClassVar[bool] = True
     reads_queries: ClassVar[bool] = True
-    pre_rope: ClassVar[bool] = False
-    presets: ClassVar[Mapping[str, str]] = {
-        "lm-eval": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
-        "llama-2-7b-longbench": f"rank=40,lam=0.001,block_channels=64,{WINDOWS}",
-        "llama-3.1-8b-longbench": f"rank=10,lam=0.0005,block_channels=64,{WINDOWS}",
-        "mistral-7b-v0.3-longbench": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
-    }
+    pre_rope: ClassVar[bool]
 
     bits: int | PerLayer = option(2, "bits of keys and values", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
@@ -48,10 +41,6 @@ class Squat(Method):
     solver: Solver = option("power", "of the subspace: 10 steps of block power iteration, or all eigenvectors", choices=("power", "eigh"))
     shared_subspace: bool = option(False, "the paper's sharing: all sequences of a batch take the subspace of the first (an experiment)")
     scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
-
-    @property
-    def query_rope(self) -> bool:
-        return True
 
     def _kivi(self) -> Kivi:
         return Kivi(self.bits, self.k_bits, self.v_bits, self.group_size, self.pre_rope, self.scale_dtype)
@@ -71,22 +60,48 @@ class Squat(Method):
         if side == "v" or self.lam == 0:
             return plain
         assert isinstance(plain, GroupCodec)  # what KIVI makes of keys
-        return SquatCodec(
+        codec = SquatCodec(
             side=side,
             format=plain.format,
             pre_rope=self.pre_rope,
             rank=self.rank,
             lam=self.lam,
             block_channels=width,
-            query_rope=self.query_rope,
             normalize=self.normalize,
             solver=self.solver,
             shared=self.shared_subspace,
         )
+        return self._with_queries(codec)
+
+    @abc.abstractmethod
+    def _with_queries(self, codec: SquatCodec) -> SquatCodec:
+        """The codec, told which queries span its subspace."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SquatPre(Squat):
+class Squat(_Squat):
+    """SQuat on keys after RoPE, the paper's main method."""
+
+    name: ClassVar[str] = "squat"
+    summary: ClassVar[str] = "KIVI's groups; errors of keys are kept orthogonal to the prompt's queries"
+    pre_rope: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, str]] = {
+        "lm-eval": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
+        "llama-2-7b-longbench": f"rank=40,lam=0.001,block_channels=64,{WINDOWS}",
+        "llama-3.1-8b-longbench": f"rank=10,lam=0.0005,block_channels=64,{WINDOWS}",
+        "mistral-7b-v0.3-longbench": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
+    }
+
+    ahead: int = option(0, "positions after the prompt that its queries are turned to before they span the subspace (0: their own)")
+
+    def _with_queries(self, codec: SquatCodec) -> SquatCodec:
+        if self.ahead < 0:
+            raise ValueError(f"ahead={self.ahead} must not be negative")
+        return dataclasses.replace(codec, ahead=self.ahead)
+
+
+@dataclasses.dataclass(frozen=True)
+class SquatPre(_Squat):
     """SQuat on keys before RoPE, which are rotated when read (the paper's SQuat^pre)."""
 
     name: ClassVar[str] = "squat_pre"
@@ -103,6 +118,5 @@ class SquatPre(Squat):
         "after_rope", "queries that span the subspace", choices=("after_rope", "before_rope")
     )
 
-    @property
-    def query_rope(self) -> bool:
-        return self.queries == "after_rope"
+    def _with_queries(self, codec: SquatCodec) -> SquatCodec:
+        return dataclasses.replace(codec, query_rope=self.queries == "after_rope")

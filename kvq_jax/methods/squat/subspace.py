@@ -25,6 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from kvq_jax.array_types import LengthsB
+from kvq_jax.rope import Rope
+
 Solver = Literal["eigh", "power"]
 
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
@@ -49,13 +52,49 @@ def gram(queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: i
     return lax.fori_loop(0, -(-tokens // chunk), add, jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32))
 
 
+def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: Rope) -> Float[Array, "B K H H"]:
+    """The mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1: Q^T Q of queries before RoPE, asked there.
+
+    With z_i = q_i + i q_{i+H/2}, RoPE is z_i e^{i p w_i}. So sum z_i conj(z_j) and sum z_i z_j, which hold the same numbers as Q^T Q, are
+    multiplied by the means of e^{i p (w_i - w_j)} and of e^{i p (w_i + w_j)}.
+    """
+    positions = (first[:, None] + jnp.arange(ahead)[None]).astype(jnp.float32)
+    angles = positions[..., None] * rope.inverse_frequencies[None, None]
+    turns = lax.complex(*(rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin)))  # [B, ahead, H/2]
+    less, more = (_product("bpi,bpj->bij", turns, other)[:, None] / ahead for other in (jnp.conj(turns), turns))
+    half = matrix.shape[-1] // 2
+    xx, xy, yx, yy = (matrix[..., i : i + half, j : j + half] for i in (0, half) for j in (0, half))
+    difference, total = less * lax.complex(xx + yy, yx - xy), more * lax.complex(xx - yy, yx + xy)
+    upper = jnp.concatenate([total.real + difference.real, total.imag - difference.imag], axis=-1)
+    lower = jnp.concatenate([total.imag + difference.imag, difference.real - total.real], axis=-1)
+    return jnp.concatenate([upper, lower], axis=-2) / 2
+
+
+def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam: float, block: int) -> Float[Array, "B K H-block H-last"]:
+    """All matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
+
+    On CPUs they are found for one row and head after the other. JAX 0.10 hands the matrices of a batch to the very threads that wait for
+    them: prefills of several rows and layers never returned (docs/decisions.md).
+    """
+
+    def of(matrix: Array) -> Array:
+        return updates(*directions(matrix, rank, solver), lam, block)
+
+    def one_by_one(matrix: Array) -> Array:
+        found = lax.map(of, matrix.reshape(-1, 1, 1, *matrix.shape[2:]))
+        return found.reshape(*matrix.shape[:2], *found.shape[3:])
+
+    return lax.platform_dependent(matrix, cpu=one_by_one, default=of)
+
+
 def directions(matrix: Float[Array, "B K H H"], rank: int, solver: Solver) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
     """(S^2 in falling order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values and right
-    singular vectors. `power` iterates on a block of vectors, from a fixed start, and is approximate."""
-    if solver == "eigh":
+    singular vectors. `power` iterates on a block of vectors, from a fixed start, and is approximate; a block of all vectors is left to
+    `eigh`."""
+    if solver == "eigh" or rank + POWER_SPARE >= matrix.shape[-1]:
         values, vectors = jnp.linalg.eigh(matrix)
     else:
-        basis = _power_iteration(matrix, min(rank + POWER_SPARE, matrix.shape[-1]))
+        basis = _power_iteration(matrix, rank + POWER_SPARE)
         small = _product("bkhr,bkhi,bkis->bkrs", basis, matrix, basis)
         values, inside = jnp.linalg.eigh(small)
         vectors = _product("bkhr,bkrs->bkhs", basis, inside)
