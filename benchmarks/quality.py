@@ -1,4 +1,4 @@
-"""What caches do to the embedded model's predictions, through the real cache: the comparisons of papers, on one text.
+"""What caches do to a small model's predictions, through the real cache: the comparisons of papers, on one text.
 
 Every cache that needs a calibration gets one, from samples of another text. Numbers in benchmarks/results/README.md come from the JSON.
 """
@@ -133,9 +133,61 @@ def squat_polarquant() -> Iterator[Candidate]:
         yield Candidate("Keys alone, the same windows (block 128, no recent)", label, f"k={keys}+v=dense+{same}")
 
 
+def squat() -> Iterator[Candidate]:
+    """Which queries span SQuat's subspace: the prompt's where they are, or turned to the positions that follow it."""
+    for bits in (2, 3):
+        table, given = f"Queries that span the subspace, {bits} bits", f"bits={bits},rank=64,block_channels=8"
+        yield Candidate(table, "exact", "dense")
+        yield Candidate(table, "kivi", f"kivi:bits={bits}")
+        yield Candidate(table, "squat, as the paper has it", f"squat:bits={bits}")
+        yield Candidate(table, "squat, all directions", f"squat:{given}")
+        for ahead in (64, 256, 512):
+            yield Candidate(table, f"squat, turned to the next {ahead} positions", f"squat:{given},ahead={ahead}")
+        yield Candidate(table, "kivi, keys before RoPE", f"kivi:bits={bits},pre_rope=true")
+        yield Candidate(table, "squat_pre, as the paper has it", f"squat_pre:bits={bits}")
+        yield Candidate(table, "squat_pre, all directions", f"squat_pre:{given}")
+
+
+def xquant(pairs: str) -> Iterator[Candidate]:
+    """XQuant beside caches of keys and values, all with groups of 64, blocks of 128 and no other window. `pairs` are bits of xquant and of
+    caches of keys and values, 4:2 8:4."""
+    window = "sink=0,recent=0,block=128"
+    yield Candidate("Equal bytes (the paper's Table 1)", "exact", f"dense:{window}")
+    for pair in pairs.split():
+        b, kv = (int(n) for n in pair.split(":"))
+        shared = {"kivi": "group_size=64,pre_rope=true", "xquant": "group_size=64"}
+        for label, cache in (
+            (f"kivi {kv}, keys before RoPE", f"kivi:bits={kv},{shared['kivi']}"),
+            (f"kvquant {kv}, 1% outliers", f"kvquant:bits={kv}"),
+            (f"xquant {b}", f"xquant:bits={b},{shared['xquant']}"),
+        ):
+            yield Candidate("Equal bytes (the paper's Table 1)", label, f"{cache},{window}")
+        for last in (0, 1) if b < 4 else ():
+            table = f"{'The first layer' if last == 0 else 'Two of four layers'} in 4 bits (Table 4)"
+            for name, bits in (("kivi", kv), ("xquant", b)):
+                label = f"{name} {bits}" + (", keys before RoPE" if name == "kivi" else "")
+                yield Candidate(table, label, f"{name}:bits=4@0-{last}/{bits},{shared[name]},{window}")
+            for reading in ("post_norm", "unit_norm"):
+                options = f"bits={b},base_layer={last},reading={reading},group_size=64"
+                yield Candidate(table, f"xquant_cl {b}, {reading}", f"xquant_cl:{options},{window}")
+        for reading in ("post_norm", "unit_norm", "residual_stream"):
+            options = f"bits={b},base_layer=0,latent=false,reading={reading},group_size=64"
+            yield Candidate("What is accumulated, as wide as the model", f"xquant_cl {b}, {reading}", f"xquant_cl:{options},{window}")
+        for latent in ("true", "false"):
+            label = f"xquant {b}, {'latents' if latent == 'true' else 'the layer input'}"
+            yield Candidate("Latents or the layer input", label, f"xquant:bits={b},latent={latent},group_size=64,{window}")
+        for outlier in ("false", "true"):
+            label = f"xquant {b}, latents{', the first channel of keys exact' if outlier == 'true' else ''}"
+            options = f"bits={b},latent=true,exact_outlier_channel={outlier},group_size=64"
+            yield Candidate("The outlier channel (Table B.1)", label, f"xquant:{options},{window}")
+
+
 SUITES = {
+    "xquant": ("Quality of XQuant, KV heads shared", lambda: iter(dict.fromkeys(xquant("4:4 3:3 2:2")))),
+    "xquant_mha": ("Quality of XQuant, a KV head for each query head", lambda: iter(dict.fromkeys(xquant("8:4 4:2 3:2 2:2")))),
     "kvquant": ("Quality of KVQuant and the formats that it is compared with", kvquant),
     "squat_polarquant": ("Quality of SQuat and PolarQuant", squat_polarquant),
+    "squat": ("Quality of SQuat by the queries that span its subspace", squat),
 }
 
 
@@ -201,7 +253,8 @@ class Bench:
     """The model, its texts, and the calibrations made so far; samples are recorded once for each text."""
 
     def __init__(self, options: argparse.Namespace, work: pathlib.Path):
-        self.llama, self.tokenizer = load_llama(EMBEDDED, dtype="float32")
+        self.llama, self.tokenizer = load_llama(options.model, dtype="float32")
+        self.name = "the embedded Llama" if options.model == EMBEDDED else f"{options.model.name}, {_heads(self.llama)}"
         self.options, self.work = options, work
         self.calibrated: dict[tuple[str, bool], Llama] = {}
         self.texts = {name: self._read(getattr(options, name)) for name in ("text", "calibration_text", "other_calibration_text")}
@@ -224,7 +277,7 @@ class Bench:
         """The model with what the cache needs."""
         spec = kvq.parse(candidate.cache)
         if not needs(spec, self.llama.config):
-            return self.llama
+            return prepare(self.llama, spec)
         key = str(spec), candidate.other_text
         if key not in self.calibrated:
             name = "other_calibration_text" if candidate.other_text else "calibration_text"
@@ -250,7 +303,9 @@ def run(options: argparse.Namespace) -> QualityReport:
         bench = Bench(options, pathlib.Path(work))
         bench.rows()  # refuses a short text before the first minutes are spent
         title, candidates = SUITES[options.suite]
-        chosen = [c for c in candidates() if options.only is None or options.only in c.table]
+        found = [c for c in candidates() if options.only is None or options.only in c.table]
+        titles = list(dict.fromkeys(c.table for c in found))
+        chosen = sorted(found, key=lambda c: titles.index(c.table))
         measured: dict[tuple[str, bool], QualityRow] = {}
         rows = []
         for candidate in chosen:
@@ -263,7 +318,7 @@ def run(options: argparse.Namespace) -> QualityReport:
             title=title,
             command=_command(options),
             date=datetime.date.today().isoformat(),
-            model="the embedded Llama, float32",
+            model=f"{bench.name}, float32",
             jax_version=jax.__version__,
             window=options.window,
             prompt=options.prompt,
@@ -274,11 +329,17 @@ def run(options: argparse.Namespace) -> QualityReport:
         )
 
 
+def _heads(llama: Llama) -> str:
+    config = llama.config
+    return f"{config.num_hidden_layers} layers, {config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads"
+
+
 def _command(options: argparse.Namespace) -> str:
     """The command line, with files by their names."""
     texts = (f"--{name.replace('_', '-')} {getattr(options, name).name}" for name in ("text", "calibration_text", "other_calibration_text"))
     sizes = (f"--{name} {getattr(options, name)}" for name in ("windows", "window", "prompt", "samples", "length"))
-    return " ".join(["python -m benchmarks.quality", options.suite, *texts, *sizes, f"--json {options.json.name}"])
+    model = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
+    return " ".join(["python -m benchmarks.quality", options.suite, *model, *texts, *sizes, f"--json {options.json.name}"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -288,6 +349,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("suite", choices=tuple(SUITES), help="whose comparisons")
+    made.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="whose predictions (default: the embedded model)")
     made.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="what is scored")
     made.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="what caches are calibrated on")
     made.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="another such text")
