@@ -114,6 +114,8 @@ def test_prompt_in_chunks_equals_one_prompt_for_dense():
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_several_tokens_in_a_step_equal_single_steps(spec):
+    if spec != "dense":
+        spec += ",scale_dtype=float32"  # a float16 scale may differ by 2^-11 of itself between two compiled functions
     tokens = random_tokens((2, LENGTH))
     single, cache = decoded(spec, tokens, 40)
     _, other = prefill(model(), new_cache(spec), tokens[:, :40])
@@ -122,8 +124,7 @@ def test_several_tokens_in_a_step_equal_single_steps(spec):
     assert cache.lengths.tolist() == other.lengths.tolist()
     for i, (one, many) in enumerate(zip(cache.layers, other.layers, strict=True)):
         for a, b in zip(*(decode_rows(cache.plans[i], (), state, cache.lengths) for state in (one, many)), strict=True):
-            # float16 scales may differ by one unit in the last place between two compiled functions
-            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3, err_msg=f"{spec}, layer {i}")
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{spec}, layer {i}")
 
 
 @pytest.mark.parametrize("spec", SPECS)
