@@ -39,7 +39,7 @@ def rotate(rows: Float[Array, "B K T H"], positions: Int[Array, "B T"], rope: Ro
 
 
 def cosines_and_sines(positions: Int[Array, "B T"], rope: Rope) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """(a cos(p w), a sin(p w)), fp32, of the same fp32 angles as `rotate`: for tables that all heads of a chunk read.
+    """(a cos(p w), a sin(p w)), fp32, of fp32 angles: tables for all heads of the tokens.
 
     Absolute error at most 2e-7 for angles below 2^20. On a CPU, XLA calls the C library for every cosine and every sine, 11 ns for both;
     this is one vectorized loop, 2 ns for both. Source: Cody and Waite's reduction by multiples of pi / 2, Cephes' polynomials.

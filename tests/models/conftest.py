@@ -1,4 +1,4 @@
-"""How tests run `kvq`: in this process, from its arguments to its exit code."""
+"""How tests run `kvq`: in this process, from its arguments to its exit code; and a finished calibration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from models import save_calibration
 from models.cli import main
+from tests.models import calibration_runs
 
 
 @pytest.fixture
@@ -29,3 +31,18 @@ def run_json(run):
         return json.loads(out)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The work directory of a finished run."""
+    directory = tmp_path_factory.mktemp("calibration") / "work"
+    calibration_runs.run(directory)
+    return directory
+
+
+@pytest.fixture
+def file(work, tmp_path):
+    path = tmp_path / "f.safetensors"
+    save_calibration(calibration_runs.run(work), path)
+    return path

@@ -9,6 +9,8 @@ W, so U U^T W = W. Source: Tomar et al., XQuant, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,8 +54,8 @@ def factored(*kernels: Float[Array, "D E"], gains: Float[Array, " D"] | None = N
         depth = kernels[0].shape[0]
         rank = min(depth, sum(widths))
         shapes = [(depth, rank), *((rank, width) for width in widths)]
-        basis, *parts = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        return basis, tuple(parts)  # type: ignore[return-value]  # shapes in, shapes out
+        structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        return structs[0], tuple(structs[1:])
     matrix = np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1)
     if gains is not None:
         matrix *= np.asarray(gains, np.float32)[:, None]
