@@ -22,6 +22,7 @@ from kvq_jax.codec import Codec
 from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import LAUNCH, Launch
 from pallas_kernels.decode import decode_attention
+from pallas_kernels.polar import Polar
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Grouped, Side
@@ -45,6 +46,8 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
+        if isinstance(side, Polar):
+            return f"{name}: keys in polar form; their kernel does not fit the registers: compiled, it spills in its loop, or not at all"
         least = max(least, side.least_tile)
         leaves = jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity))
         shared = next((leaf.shape[1] for leaf in leaves if len(leaf.shape) == 4 and leaf.shape[1] not in (1, plan.heads)), None)
