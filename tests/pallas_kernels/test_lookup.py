@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from pallas_kernels._launch import Launch
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.decode import Tuning, decode_attention
 from pallas_kernels.lookup import Bit, Words
-from pallas_kernels.planes import Planes, plt
+from pallas_kernels.planes import Planes
 from pallas_kernels.polar import Polar, quadrant_cos_sin
 from pallas_kernels.sides import Side
 from tests.pallas_kernels.kernel_cases import row_errors
@@ -258,62 +257,7 @@ def test_every_table_runs_on_a_gpu(case, arithmetic):
         check_values(case, Launch(arithmetic))
 
 
-# ---- the assembly, in NumPy ----
-
-U = np.uint32
-
-
-def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a; its top bit repeats that byte's top bit instead."""
-    a, b, selector = np.broadcast_arrays(a, b, selector)
-    source, found = np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]), np.zeros_like(a)
-    for i in range(4):
-        nibble = selector >> U(4 * i) & U(15)
-        byte = np.take_along_axis(source, (nibble & U(7)).astype(np.int64)[None], axis=0)[0]
-        found |= np.where(nibble & U(8), (byte >> U(7)) * U(255), byte) << U(8 * i)
-    return found
-
-
-def logical(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """lop3.b32: bit (a, b, c) of the table for each bit."""
-    terms = []
-    for i in range(8):
-        if int(table) >> i & 1:
-            terms.append((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
-    return functools.reduce(np.bitwise_or, terms)
-
-
-INSTRUCTIONS = {
-    "mov.b32": lambda a: a,
-    "and.b32": np.bitwise_and,
-    "shl.b32": np.left_shift,
-    "shr.b32": np.right_shift,
-    "prmt.b32": permuted,
-    "lop3.b32": logical,
-}
-
-
-def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
-    """Stands for `plt.elementwise_inline_asm` on pairs: two 16-bit elements share a register, two 32-bit elements have one each."""
-    assert pack == 2
-    operands = [np.ascontiguousarray(a).view(U) for a in args]
-    operands = [x for a, o in zip(args, operands, strict=True) for x in ([o] if a.dtype.itemsize == 2 else [o[..., ::2], o[..., 1::2]])]
-    registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
-    for statement in assembly.strip("{} ").split(";"):
-        name, _, operands = statement.strip().partition(" ")
-        if name in INSTRUCTIONS:
-            into, *sources = re.split(r",\s*", operands)
-            values = [registers[s] if s in registers else U(int(s, 0)) for s in sources]
-            registers[into] = np.asarray(INSTRUCTIONS[name](*values), U)
-        else:
-            assert name in ("", ".reg"), f"an instruction without a meaning here: {statement}"
-    [result] = result_shape_dtypes
-    return [jnp.asarray(registers["$0"].view(np.uint16).view(result.dtype).reshape(result.shape))]
-
-
-@pytest.fixture
-def assembler(monkeypatch):
-    monkeypatch.setattr(plt, "elementwise_inline_asm", execute)
+# ---- the assembly, in NumPy (emulator.py) ----
 
 
 def both(function: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The bit tricks of planes.py, over every word: in NumPy, on the very numbers from which the assembly is written."""
+"""The bit tricks and fp16 operations of planes.py: in array operations, and the assembly itself, executed in NumPy (emulator.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from kvq_jax.packing import pack, plane_layout, unpack
-from pallas_kernels.planes import SUPPORTED_BITS, Field, Planes, codes
-
-WORDS = np.arange(65536, dtype=np.uint32)
+from pallas_kernels.planes import SUPPORTED_BITS, Field, Planes, codes, half_multiply_add, subtract_scale, subtract_scale_add
+from pallas_kernels.rotary import rotated
 
 
 def planes(bits: int, channels: int) -> Planes:
@@ -21,58 +20,38 @@ def fields(p: Planes) -> list[Field]:
     return [p.field(slot, chunk) for slot in range(p.slots) for chunk in range(p.chunks)]
 
 
-def moved(pair: np.ndarray, shift: int) -> np.ndarray:
-    return pair >> np.uint32(shift) if shift >= 0 else (pair << np.uint32(-shift)) & np.uint32(0xFFFFFFFF)
+def tile(seed: int) -> np.ndarray:
+    """Every word, in some order, beside some other one in its 32-bit register: [4096, 32]."""
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(65536) for _ in range(2)], axis=-1).astype(np.uint16).reshape(4096, 32)
 
 
-def lop3(a: np.ndarray, b: int, c: np.ndarray | int) -> np.ndarray:
-    return (a & np.uint32(b)) | np.uint32(c)
+def swapped(pairs: np.ndarray) -> np.ndarray:
+    """The two halves of every register exchanged."""
+    return pairs.reshape(-1, 2)[:, ::-1].reshape(pairs.shape)
 
 
-def halves(pair: np.ndarray) -> list[np.ndarray]:
-    return [(pair >> np.uint32(16 * i) & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16) for i in (0, 1)]
-
-
-def twice(constant: int) -> int:
-    return constant << 16 | constant
-
-
-@pytest.mark.parametrize("bits", [b for b in SUPPORTED_BITS if b != 8])
-def test_a_shift_and_a_lop3_make_bias_plus_code_of_every_pair_of_words(bits):
-    """The 32-bit register holds two words; what a shift brings over from one into the other is masked off."""
+@pytest.mark.usefixtures("assembler")
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
+    """In assembly and in array operations. What a shift brings over from one half of a register into the other is masked off."""
     p = planes(bits, 64)
-    low_bits = p.sets[0]
-    neighbours = WORDS[::-1] * 40503 % 65536  # every word beside some other one
-    pair = WORDS | neighbours << np.uint32(16)
-    for field in set(fields(p)):
-        index = (field.position + field.shift) // low_bits
-        assert field.position + field.shift == low_bits * index, f"{field} does not lie on a field of the word"
-        high = WORDS[::-1] | WORDS << np.uint32(16)
-        register = lop3(moved(pair, field.shift), twice(field.mask), twice(field.exponent))
-        if field.high_tile is not None:
-            register = lop3(moved(high, field.high_shift), twice(field.high_mask), register)
-        for half, (word, top) in zip(halves(register), ((WORDS, WORDS[::-1]), (neighbours, WORDS)), strict=True):
-            code = word >> np.uint32(low_bits * index) & np.uint32((1 << low_bits) - 1)
-            if field.high_tile is not None:
-                bit = field.high_shift + field.position + low_bits
-                code = code | (top >> np.uint32(bit) & np.uint32(1)) << np.uint32(low_bits)
-            assert (half == (code + field.bias).astype(np.float16)).all(), f"{bits=}, {field}"
-            assert not (half == (code + field.bias + 1).astype(np.float16)).any()
-
-
-def test_byte_permutation_makes_bias_plus_code_of_every_pair_of_words():
-    for index in (0, 1):
-        selector = 0x4 << 12 | (2 + index) << 8 | 0x4 << 4 | index
-        neighbours = WORDS[::-1]
-        source = np.stack(
-            [*(WORDS >> np.uint32(8 * i) & np.uint32(255) for i in (0, 1))]
-            + [neighbours >> np.uint32(8 * i) & np.uint32(255) for i in (0, 1)]
-        )
-        table = np.concatenate([source, np.full((4, WORDS.size), 0x64, np.uint32)])
-        chosen = [table[selector >> 4 * i & 7] for i in range(4)]
-        register = sum(byte.astype(np.uint32) << np.uint32(8 * i) for i, byte in enumerate(chosen))
-        for half, word in zip(halves(np.asarray(register, np.uint32)), (WORDS, neighbours), strict=True):
-            assert (half == (1024 + (word >> np.uint32(8 * index) & np.uint32(255))).astype(np.float16)).all()
+    words = [tile(i) for i in range(len(p.sets))]
+    tiles = [[jnp.asarray(w.view(np.int16))] * p.tiles(b) for w, b in zip(words, p.sets, strict=True)]
+    low, high = tiles[0], tiles[1] if len(tiles) == 2 else []
+    for number in range(p.slots * p.chunks):
+        field, code, above = p.field(*divmod(number, p.chunks)), np.zeros(words[0].shape, np.uint16), 0
+        for w, b in zip(words, p.sets, strict=True):
+            code |= (w >> b * (number // p.tiles(b)) & (1 << b) - 1) << above
+            above += b
+        for asm in (True, False):
+            found = np.asarray(codes(low, high, field, asm))
+            assert found.dtype == np.float16
+            assert (found == field.bias + code).all(), f"{asm=}, {field}"
+            assert (found != field.bias + swapped(code)).mean() > 0.7, "words in each other's place would pass"
+            if high:
+                other = np.asarray(codes(high * len(low), low, field, asm))
+                assert (other != found).mean() > 0.7, "plane sets in each other's place would pass"
 
 
 @pytest.mark.parametrize("channels", [64, 128, 256])
@@ -98,3 +77,41 @@ def test_fields_share_few_shifts(bits):
     """Each different shift costs an instruction for every pair of words."""
     found = {field.shift for field in fields(planes(bits, 128))} - {0}
     assert len(found) <= 2, f"{bits=}: shifts {found}"
+
+
+def halves(seed: int) -> np.ndarray:
+    """fp16 numbers of all magnitudes and both signs, zeros and subnormals among them, whose products do not overflow: [256, 32]."""
+    rng = np.random.default_rng(seed)
+    found = rng.normal(size=(256, 32)) * 2.0 ** rng.integers(-14, 6, (256, 32))
+    found[rng.random(found.shape) < 0.05] = 0
+    return found.astype(np.float16)
+
+
+def half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16)
+
+
+@pytest.mark.usefixtures("assembler")
+def test_assembly_rounds_once_where_array_operations_round_after_each():
+    code = np.random.default_rng(0).integers(0, 256, (256, 32)).astype(np.float64)
+    h, x, y, cos, sin = code + 1024, *(halves(seed).astype(np.float64) for seed in range(1, 5))
+    on_arrays = [jnp.asarray(half(a)) for a in (h, x, y, cos, sin)]
+
+    def check(name, operation, once: np.ndarray, twice: np.ndarray | None = None) -> None:
+        np.testing.assert_array_equal(operation(*on_arrays, True), half(once), err_msg=f"{name} in assembly")
+        np.testing.assert_array_equal(operation(*on_arrays, False), half(once if twice is None else twice), err_msg=name)
+        assert (half(once) != half(once)[::-1]).mean() > 0.9, f"{name}: other operands would pass"
+        if twice is not None:
+            assert (half(once) != half(twice)).any(), f"{name}: nothing here depends on the roundings"
+
+    check("(h - 1031) x", lambda h, x, y, c, s, asm: subtract_scale(h, 1031.0, x, asm), (h - 1031) * x)
+    check(
+        "(h - 1031) x + y",
+        lambda h, x, y, c, s, asm: subtract_scale_add(h, 1031.0, x, y, asm),
+        (h - 1031) * x + y,
+        half((h - 1031) * x) + y,
+    )
+    check("x y + c", lambda h, x, y, c, s, asm: half_multiply_add(x, y, c, asm), x * y + cos, half(x * y) + cos)
+    first, second = (lambda h, x, y, c, s, asm, i=i: rotated(x, y, c, s, asm)[i] for i in (0, 1))
+    check("x cos - y sin", first, x * cos - half(y * sin), half(x * cos) - half(y * sin).astype(np.float64))
+    check("y cos + x sin", second, y * cos + half(x * sin), half(y * cos) + half(x * sin).astype(np.float64))

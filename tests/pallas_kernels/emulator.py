@@ -1,0 +1,81 @@
+"""The kernels' inline assembly, executed in NumPy: one PTX instruction after the other, on what a GPU's registers would hold.
+
+Integer instructions are those of the PTX manual, bit for bit. Pairs of fp16 are computed in float64 and rounded once, to even: exact, for
+53 bits hold every product of two fp16 numbers, and of its sum with a third as much as the rounding can see.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+U = np.uint32
+
+
+def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """prmt.b32: each of the four low nibbles of the selector chooses a byte of b:a; its top bit repeats that byte's top bit instead."""
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    source, found = np.stack([(r >> U(8 * i)) & U(255) for r in (a, b) for i in range(4)]), np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> U(4 * i) & U(15)
+        byte = np.take_along_axis(source, (nibble & U(7)).astype(np.int64)[None], axis=0)[0]
+        found |= np.where(nibble & U(8), (byte >> U(7)) * U(255), byte) << U(8 * i)
+    return found
+
+
+def logical(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """lop3.b32: bit (a, b, c) of the table for each bit."""
+    terms = []
+    for i in range(8):
+        if int(table) >> i & 1:
+            terms.append((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
+    return functools.reduce(np.bitwise_or, terms)
+
+
+def on_halves(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """An instruction on two fp16 numbers in each register."""
+
+    def instruction(*registers: np.ndarray) -> np.ndarray:
+        halves = [np.ascontiguousarray(r).view(np.float16).astype(np.float64) for r in np.broadcast_arrays(*map(np.atleast_1d, registers))]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return operation(*halves).astype(np.float16).view(U)
+
+    return instruction
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "shl.b32": np.left_shift,
+    "shr.b32": np.right_shift,
+    "prmt.b32": permuted,
+    "lop3.b32": logical,
+    "add.rn.f16x2": on_halves(np.add),
+    "mul.rn.f16x2": on_halves(np.multiply),
+    "neg.f16x2": on_halves(np.negative),
+    "fma.rn.f16x2": on_halves(lambda a, b, c: a * b + c),
+}
+
+
+def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
+    """Stands for `plt.elementwise_inline_asm` on pairs: two 16-bit elements share a register, two 32-bit elements have one each."""
+    assert pack == 2
+    operands = [np.ascontiguousarray(a).view(U) for a in args]
+    operands = [x for a, o in zip(args, operands, strict=True) for x in ([o] if a.dtype.itemsize == 2 else [o[..., ::2], o[..., 1::2]])]
+    registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
+    for statement in assembly.strip("{} ").split(";"):
+        name, _, parameters = statement.strip().partition(" ")
+        if name in INSTRUCTIONS:
+            into, *sources = re.split(r",\s*", parameters)
+            values = [registers[s] if s in registers else U(int(s, 0)) for s in sources]
+            registers[into] = np.asarray(INSTRUCTIONS[name](*values), U)
+        else:
+            assert name in ("", ".reg"), f"an instruction without a meaning here: {statement}"
+    [result] = result_shape_dtypes
+    return [jnp.asarray(registers["$0"].view(np.uint16).view(result.dtype).reshape(result.shape))]
