@@ -70,7 +70,7 @@ def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **
     operands = [x for a, o in zip(args, operands, strict=True) for x in ([o] if a.dtype.itemsize == 2 else [o[..., ::2], o[..., 1::2]])]
     registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
     for statement in assembly.strip("{} ").split(";"):
-        name, _, parameters = statement.strip().partition(" ")
+        name, space, parameters = statement.strip().partition(" ")
         if name in INSTRUCTIONS:
             into, *sources = re.split(r",\s*", parameters)
             values = [registers[s] if s in registers else U(int(s, 0)) for s in sources]

@@ -13,6 +13,7 @@ import pytest
 from kvq_jax import quantized
 from kvq_jax.attention.kernel_sides import dense, grouped
 from kvq_jax.group_codec import GroupCodec
+from kvq_jax.packing import pack, unpack
 from kvq_jax.quantized import GroupFormat
 from pallas_kernels.sides import Side
 
@@ -96,6 +97,39 @@ def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.
     leaves = quantized.leaves(format, 1, 1, format.block)
     arrays = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body)
     return jax.tree.leaves(arrays), np.asarray(quantized.dequantize(body))
+
+
+def rows_with_neighbours_scales(format: GroupFormat | None, rows: np.ndarray) -> np.ndarray | None:
+    """The rows that the stored arrays would stand for if every group had the scale of another one beside it; None without scales."""
+    if format is None:
+        return None
+    body = quantized.quantize(jnp.asarray(rows, jnp.float32), format)
+    axis = 2 if body.scale.shape[2] > 1 else 3
+    return np.asarray(quantized.dequantize(dataclasses.replace(body, scale=jnp.roll(body.scale, 1, axis))))
+
+
+def spoiled(format: GroupFormat | None, arrays: list[jax.Array], limits: tuple[int, ...], garbage: float) -> list[jax.Array]:
+    """The stored arrays with all that no token below a row's limit reads overwritten: codes by ones, floats by `garbage`."""
+    if format is None:
+        return [_overwritten(arrays[0], 2, limits, np.asarray(jnp.asarray(garbage, jnp.bfloat16)).view(np.uint16))]
+    sets, ones = len(format.layout.sets), (1 << format.code_bits) - 1
+    codes = _overwritten(unpack(tuple(arrays[:sets]), format.layout), 2, limits, ones)
+    value = np.asarray(jnp.asarray(garbage, format.scale_dtype))
+    found = list(pack(codes, format.layout))
+    for array in arrays[sets:]:
+        stored = value.view(np.uint16) if array.dtype == jnp.uint16 else value
+        if format.axis == "channels":
+            found.append(_overwritten(array, 3, limits, stored))
+        else:  # a group is in use as long as one of its tokens is
+            found.append(_overwritten(array, 2, tuple(-(-limit // format.group_size) for limit in limits), stored))
+    return found
+
+
+def _overwritten(array: jax.Array, axis: int, limits: tuple[int, ...], value: Any) -> jax.Array:
+    changed = np.array(array)
+    for row, limit in zip(changed, limits, strict=True):
+        np.moveaxis(row, axis - 1, 0)[limit:] = value
+    return jnp.asarray(changed)
 
 
 def row_errors(found: Any, wanted: Any) -> np.ndarray:
