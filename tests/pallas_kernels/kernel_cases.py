@@ -40,6 +40,14 @@ class KernelCase:
     group: int = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Rows of a batch that end around the borders of tiles. The capacity is no multiple of the tile: the last one moves back."""
+
+    capacity: int
+    limits: tuple[int, ...]
+
+
 def innerq(bits: int, scheme: str, head_dim: int, group: int = 4) -> KernelCase:
     k, v = (format_of(bits, scheme, axis, head_dim) for axis in ("channels", "tokens"))
     return KernelCase(f"innerq{bits}_{scheme}_h{head_dim}_g{group}", k, v, head_dim, group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -14,6 +13,7 @@ from pallas_kernels._launch import Launch
 from pallas_kernels.decode import Tuning, decode_attention, merge_splits
 from tests.pallas_kernels.kernel_cases import (
     KernelCase,
+    Lengths,
     kernel_cases,
     row_errors,
     rows_with_neighbours_scales,
@@ -27,14 +27,6 @@ from tests.pallas_kernels.lowering import lower_for_cuda
 HEADS = 2
 TOLERANCE = 1e-2
 INTERPRETED = Launch(interpret=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """Rows of a batch that end around the borders of tiles. The capacity is no multiple of the tile: the last one moves back."""
-
-    capacity: int
-    limits: tuple[int, ...]
 
 
 SHORT = Lengths(320, (0, 1, 127, 128, 129, 257, 320))

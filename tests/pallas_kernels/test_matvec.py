@@ -15,9 +15,9 @@ from pallas_kernels.decode import Tuning
 from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, row_errors, side_of, stored_rows, stored_structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 
-BATCH, HEADS, CAPACITY = 1, 2, 256
+BATCH, HEADS = 1, 2
+CAPACITY, LONG = 256, 1024  # tokens, interpreted and on a GPU: with the usual steps, at least four splits
 TUNING = Tuning(tile=64, cores=2 * BATCH * HEADS, resident=1)  # two splits of two tiles
-ON_DEVICE = Tuning(tile=128, cores=BATCH * HEADS, resident=1)
 INTERPRETED = Launch(interpret=True)
 TOLERANCE = 3e-3
 INTERPRETED_CASES = (
@@ -30,39 +30,43 @@ INTERPRETED_CASES = (
 )
 
 
-def inputs(case: KernelCase):
+def inputs(case: KernelCase, capacity: int):
     rng = np.random.default_rng(5)
-    k, v = (stored_rows(f, rng.standard_normal((BATCH, HEADS, CAPACITY, case.head_dim))) for f in (case.k, case.v))
+    k, v = (stored_rows(f, rng.standard_normal((BATCH, HEADS, capacity, case.head_dim))) for f in (case.k, case.v))
     q = rng.standard_normal((BATCH, HEADS, case.group, case.head_dim))
-    p = rng.random((BATCH, HEADS, case.group, CAPACITY))
+    p = rng.random((BATCH, HEADS, case.group, capacity))
     return jnp.asarray(q, jnp.float32), jnp.asarray(p, jnp.float32), k, v
 
 
-@functools.partial(jax.jit, static_argnames=("case", "tuning", "how"))
-def scores(case, q, k, tuning, how):
-    return matvec.scores(q, side_of(case.k, case.head_dim), k, capacity=CAPACITY, tuning=tuning, how=how)
+# A tuning of None is the usual one.
+
+
+@functools.partial(jax.jit, static_argnames=("case", "capacity", "tuning", "how"))
+def scores(case, q, k, capacity, tuning, how):
+    return matvec.scores(q, side_of(case.k, case.head_dim), k, capacity=capacity, how=how, **({"tuning": tuning} if tuning else {}))
 
 
 @functools.partial(jax.jit, static_argnames=("case", "tuning", "how"))
 def weighted_values(case, p, v, tuning, how):
-    return matvec.weighted_values(p, side_of(case.v, case.head_dim), v, tuning=tuning, how=how)
+    return matvec.weighted_values(p, side_of(case.v, case.head_dim), v, how=how, **({"tuning": tuning} if tuning else {}))
 
 
-def check_scores(case: KernelCase, tuning: Tuning, how: Launch) -> None:
-    q, _, (k, k_rows), (_, v_rows) = inputs(case)
-    found = scores(case, q, k, tuning, how)
-    assert found.shape == (BATCH, HEADS, case.group, CAPACITY)
+def check_scores(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch) -> None:
+    q, _, (k, k_rows), (_, v_rows) = inputs(case, capacity)
+    found = scores(case, q, k, capacity, tuning, how)
+    assert found.shape == (BATCH, HEADS, case.group, capacity)
 
     def error(rows: np.ndarray) -> float:
         return row_errors(found, np.einsum("bkgh,bksh->bkgs", q, rows)).max()
 
     assert error(k_rows) < TOLERANCE
+    assert np.abs(found).max() > 1, "zeros would pass"
     assert error(v_rows) > 0.1, "values in the place of keys would pass"
     assert error(np.roll(k_rows, 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
 
 
-def check_values(case: KernelCase, tuning: Tuning, how: Launch) -> None:
-    _, p, (_, k_rows), (v, v_rows) = inputs(case)
+def check_values(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch) -> None:
+    _, p, (_, k_rows), (v, v_rows) = inputs(case, capacity)
     found = weighted_values(case, p, v, tuning, how)
     assert found.shape == (BATCH, HEADS, case.group, case.head_dim)
 
@@ -70,26 +74,27 @@ def check_values(case: KernelCase, tuning: Tuning, how: Launch) -> None:
         return row_errors(found, np.einsum("bkgs,bksh->bkgh", p, rows)).max()
 
     assert error(v_rows) < TOLERANCE
+    assert np.abs(found).max() > 1, "zeros would pass"
     assert error(k_rows) > 0.1, "keys in the place of values would pass"
     assert error(np.roll(v_rows, 1, axis=2)) > 0.02, "weights of the tokens before would pass"
 
 
 @kernel_cases(*INTERPRETED_CASES)
 def test_scores_equal_the_reference_on_the_same_codes(case):
-    check_scores(case, TUNING, INTERPRETED)
+    check_scores(case, CAPACITY, TUNING, INTERPRETED)
 
 
 @kernel_cases(*INTERPRETED_CASES)
 def test_weighted_values_equal_the_reference_on_the_same_codes(case):
-    check_values(case, TUNING, INTERPRETED)
+    check_values(case, CAPACITY, TUNING, INTERPRETED)
 
 
 @kernel_cases("innerq2_sym_h64_g4", "kivi4_h128_g7_size32")
 def test_a_scale_shifted_by_one_group_is_noticed(case):
     """Negative control of the two tests above."""
-    q, p, (k, k_rows), (v, v_rows) = inputs(case)
+    q, p, (k, k_rows), (v, v_rows) = inputs(case, CAPACITY)
     shifted = [[*arrays[:1], *(jnp.roll(a, 1, axis=2) for a in arrays[1:])] for arrays in (k, v)]
-    found = scores(case, q, shifted[0], TUNING, INTERPRETED), weighted_values(case, p, shifted[1], TUNING, INTERPRETED)
+    found = scores(case, q, shifted[0], CAPACITY, TUNING, INTERPRETED), weighted_values(case, p, shifted[1], TUNING, INTERPRETED)
     wanted = np.einsum("bkgh,bksh->bkgs", q, k_rows), np.einsum("bkgs,bksh->bkgh", p, v_rows)
     for name, a, b in zip(("scores", "values"), found, wanted, strict=True):
         assert row_errors(a, b).max() > 5 * TOLERANCE, name
@@ -113,12 +118,10 @@ def test_a_tile_shorter_than_a_group_of_tokens_is_refused():
 @kernel_cases()
 def test_both_products_lower_for_cuda(case, arithmetic):
     q = jax.ShapeDtypeStruct((BATCH, HEADS, case.group, case.head_dim), jnp.float32)
-    p = jax.ShapeDtypeStruct((BATCH, HEADS, case.group, CAPACITY), jnp.float16)
-    k, v = (stored_structs(f, BATCH, HEADS, CAPACITY, case.head_dim) for f in (case.k, case.v))
+    p = jax.ShapeDtypeStruct((BATCH, HEADS, case.group, LONG), jnp.float16)
+    k, v = (stored_structs(f, BATCH, HEADS, LONG, case.head_dim) for f in (case.k, case.v))
     how = Launch(arithmetic)
-    text = lower_for_cuda(
-        lambda *a: (scores(case, a[0], a[1], ON_DEVICE, how), weighted_values(case, a[2], a[3], ON_DEVICE, how)), q, k, p, v
-    )
+    text = lower_for_cuda(lambda *a: (scores(case, a[0], a[1], LONG, None, how), weighted_values(case, a[2], a[3], None, how)), q, k, p, v)
     assert "matvec_scores" in text
     assert "matvec_values" in text
 
@@ -129,5 +132,5 @@ def test_both_products_lower_for_cuda(case, arithmetic):
 def test_both_products_run_on_a_gpu(case, arithmetic):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    check_scores(case, ON_DEVICE, Launch(arithmetic))
-    check_values(case, ON_DEVICE, Launch(arithmetic))
+    check_scores(case, LONG, None, Launch(arithmetic))
+    check_values(case, LONG, None, Launch(arithmetic))

@@ -18,14 +18,15 @@ from pallas_kernels import matvec
 from pallas_kernels._launch import Launch
 from pallas_kernels.decode import Tuning, decode_attention
 from pallas_kernels.outliers import outlier_scores
-from tests.pallas_kernels.kernel_cases import row_errors
+from tests.pallas_kernels.kernel_cases import Lengths, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 from tests.pallas_kernels.nonuniform_cases import Format, Stored, spoiled, stored, structs
 from tests.pallas_kernels.test_decode import output, reference
 
-TILE, CAPACITY, HEADS = 64, 160, 2  # the capacity is no multiple of the tile
-LIMITS = (0, 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, CAPACITY)
-TUNING = Tuning(tile=TILE, cores=2 * HEADS * len(LIMITS), resident=1)
+HEADS = 2
+SHORT = Lengths(160, (0, 1, 63, 64, 65, 129, 160))  # the capacity is no multiple of the tile
+LONG = Lengths(608, (0, 1, 63, 64, 129, 577, 608))  # several splits, as they are chosen on a GPU
+TUNING = Tuning(tile=64, cores=2 * HEADS * len(SHORT.limits), resident=1)
 TOLERANCE = 5e-3
 INTERPRETED = Launch(interpret=True)
 
@@ -38,14 +39,15 @@ class Case:
     k: Format
     v: Format
 
-    @functools.cached_property
-    def sides(self) -> tuple[Stored, Stored]:
-        k, v = (stored(f, self.head_dim, len(LIMITS), HEADS, CAPACITY, i) for i, f in enumerate((self.k, self.v)))
+    @functools.cache  # noqa: B019  # cases live as long as the module
+    def sides(self, lengths: Lengths) -> tuple[Stored, Stored]:
+        rows = len(lengths.limits)
+        k, v = (stored(f, self.head_dim, rows, HEADS, lengths.capacity, i) for i, f in enumerate((self.k, self.v)))
         return k, v
 
     @functools.cached_property
     def q(self) -> jax.Array:
-        shape = (len(LIMITS), HEADS, self.group, self.head_dim)
+        shape = (len(SHORT.limits), HEADS, self.group, self.head_dim)
         return jnp.asarray(np.random.default_rng(9).standard_normal(shape) * 0.5, jnp.float32)
 
 
@@ -59,56 +61,67 @@ CASES = (
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "how"))
-def attend(case: Case, q, k, v, limits, how):
-    sides = case.sides
-    return decode_attention(q, (sides[0].side, k), (sides[1].side, v), limits, capacity=CAPACITY, tuning=TUNING, how=how)
+@functools.partial(jax.jit, static_argnames=("case", "lengths", "tuning", "how"))
+def attend(case: Case, q, k, v, limits, lengths, tuning, how):
+    sides = case.sides(lengths)
+    keys, values = (sides[0].side, k), (sides[1].side, v)
+    return decode_attention(q, keys, values, limits, capacity=lengths.capacity, tuning=tuning, how=how)
 
 
-def check_attention(case: Case, how: Launch) -> None:
-    k, v = case.sides
-    found = output(attend(case, case.q, k.arrays, v.arrays, jnp.asarray(LIMITS), how))
-    wanted = reference(case.q, k.rows(), v.rows(), LIMITS)
+def outputs(case: Case, arrays, lengths: Lengths, tuning: Tuning | None, how: Launch) -> np.ndarray:
+    return output(attend(case, case.q, *arrays, jnp.asarray(lengths.limits), lengths, tuning, how))
+
+
+def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+    (k, v), limits = case.sides(lengths), lengths.limits
+    found = outputs(case, (k.arrays, v.arrays), lengths, tuning, how)
+    wanted = reference(case.q, k.rows(), v.rows(), limits)
     errors = row_errors(found, wanted).max(axis=(1, 2))
     assert (found[0] == 0).all(), "a row without tokens has no output"
-    assert errors[1:].max() < TOLERANCE, f"errors by row {dict(zip(LIMITS, errors, strict=True))}"
+    assert errors[1:].max() < TOLERANCE, f"errors by row {dict(zip(limits, errors, strict=True))}"
     wrong = {
         "zeros": np.zeros(found.shape),
-        "values in the place of keys": reference(case.q, v.rows(), v.rows(), LIMITS),
-        "one token fewer": reference(case.q, k.rows(), v.rows(), tuple(max(n - 1, 0) for n in LIMITS)),
-        "one token more": reference(case.q, k.rows(), v.rows(), tuple(min(n + 1, CAPACITY - 1) for n in LIMITS)),
-        "keys of the next head": reference(case.q, np.roll(k.rows(), 1, axis=1), v.rows(), LIMITS),
+        "values in the place of keys": reference(case.q, v.rows(), v.rows(), limits),
+        "one token fewer": reference(case.q, k.rows(), v.rows(), tuple(max(n - 1, 0) for n in limits)),
+        "one token more": reference(case.q, k.rows(), v.rows(), tuple(min(n + 1, lengths.capacity - 1) for n in limits)),
+        "keys of the next head": reference(case.q, np.roll(k.rows(), 1, axis=1), v.rows(), limits),
     }
     if case.k.slots:
-        wrong["keys without outliers"] = reference(case.q, k.rows(outliers=False), v.rows(), LIMITS)
+        wrong["keys without outliers"] = reference(case.q, k.rows(outliers=False), v.rows(), limits)
     if case.v.slots:
-        wrong["values without outliers"] = reference(case.q, k.rows(), v.rows(outliers=False), LIMITS)
+        wrong["values without outliers"] = reference(case.q, k.rows(), v.rows(outliers=False), limits)
     if case.k.pre_rope:
-        wrong["keys without a rotation"] = reference(case.q, k.rows(rotated=False), v.rows(), LIMITS)
-        wrong["keys one position further"] = reference(case.q, k.rows(moved=1), v.rows(), LIMITS)
+        wrong["keys without a rotation"] = reference(case.q, k.rows(rotated=False), v.rows(), limits)
+        wrong["keys one position further"] = reference(case.q, k.rows(moved=1), v.rows(), limits)
     for name, rows in wrong.items():
         assert row_errors(found, rows)[1:].max() > 5 * TOLERANCE, f"{name} would pass"
 
 
+def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+    sides = case.sides(lengths)
+    clean, dirty = [side.arrays for side in sides], [spoiled(side, lengths.limits) for side in sides]
+    np.testing.assert_array_equal(*(outputs(case, arrays, lengths, tuning, how) for arrays in (dirty, clean)))
+    less = dataclasses.replace(lengths, limits=tuple(max(n - 32, 0) for n in lengths.limits))
+    further = [spoiled(side, less.limits) for side in sides]
+    assert not np.array_equal(outputs(case, further, lengths, tuning, how), outputs(case, clean, lengths, tuning, how)), (
+        "nothing was spoiled"
+    )
+
+
 @each
 def test_every_length_equals_the_reference_on_the_same_codes(case):
-    check_attention(case, INTERPRETED)
+    check_attention(case, SHORT, TUNING, INTERPRETED)
 
 
 @each
 def test_garbage_in_unused_capacity_does_not_leak(case):
-    clean, dirty = (
-        output(attend(case, case.q, *arrays, jnp.asarray(LIMITS), INTERPRETED))
-        for arrays in ([side.arrays for side in case.sides], [spoiled(side, LIMITS) for side in case.sides])
-    )
-    np.testing.assert_array_equal(dirty, clean)
+    check_garbage(case, SHORT, TUNING, INTERPRETED)
 
 
 def check_products(case: Case, how: Launch) -> None:
     """q K^T and p V by themselves, over all tokens."""
-    k, v = case.sides
     capacity, tuning = 128, Tuning(tile=64, cores=2 * HEADS, resident=1)
-    sides = [stored(s.format, case.head_dim, 1, HEADS, capacity, i) for i, s in enumerate((k, v))]
+    sides = [stored(f, case.head_dim, 1, HEADS, capacity, i) for i, f in enumerate((case.k, case.v))]
     q, p = case.q[:1], jnp.asarray(np.random.default_rng(3).random((1, HEADS, case.group, capacity)), jnp.float32)
     found = jax.jit(lambda q, a: matvec.scores(q, sides[0].side, a, capacity=capacity, tuning=tuning, how=how))(q, sides[0].arrays)
     summed = jax.jit(lambda p, a: matvec.weighted_values(p, sides[1].side, a, tuning=tuning, how=how))(p, sides[1].arrays)
@@ -142,14 +155,14 @@ def test_what_the_kernels_cannot_read_has_a_reason():
 
 
 def structs_of(case: Case):
-    q, limits = jax.ShapeDtypeStruct(case.q.shape, jnp.float32), jax.ShapeDtypeStruct((len(LIMITS),), jnp.int32)
-    return q, *(structs(side.arrays) for side in case.sides), limits
+    q, limits = jax.ShapeDtypeStruct(case.q.shape, jnp.float32), jax.ShapeDtypeStruct((len(LONG.limits),), jnp.int32)
+    return q, *(structs(side.arrays) for side in case.sides(LONG)), limits
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @each
 def test_every_kernel_lowers_for_cuda(case, arithmetic):
-    text = lower_for_cuda(lambda *args: attend(case, *args, Launch(arithmetic)), *structs_of(case))
+    text = lower_for_cuda(lambda *args: attend(case, *args, LONG, None, Launch(arithmetic)), *structs_of(case))
     assert "decode_attention" in text
     assert ("outlier_scores" in text) == bool(case.k.slots)
 
@@ -158,7 +171,9 @@ def test_every_kernel_lowers_for_cuda(case, arithmetic):
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @each
 def test_every_kernel_runs_on_a_gpu(case, arithmetic):
+    """With the usual steps; garbage in unused capacity does not leak."""
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    check_attention(case, Launch(arithmetic))
+    check_attention(case, LONG, None, Launch(arithmetic))
+    check_garbage(case, LONG, None, Launch(arithmetic))
     check_products(case, Launch(arithmetic))
