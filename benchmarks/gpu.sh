@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # All that needs a GPU, within ten minutes: the tests marked gpu, then kernel times, then whole decode steps.
 #
-#     benchmarks/gpu.sh [FOLDER]      rows and a log go to FOLDER (default: benchmarks/results)
+#     pip install -e '.[cuda12,test]'     or cuda13, as the driver is; `test` has pytest and pytest-xdist, without which time runs out
+#     benchmarks/gpu.sh [FOLDER]          rows and a log go to FOLDER (default: benchmarks/results)
 #
-# A stage that fails or runs out of time does not stop the next; the last lines say what failed, and the exit status is then 1.
+# A process in which CUDA does not start fails: it does not run, or skip, on the CPU. A stage that fails or runs out of time does not stop the
+# next; the last lines say what failed, and the exit status is then 1. The limits are for one H200 and 16 cores.
 # Afterwards, anywhere: python -m benchmarks.tables; python -m benchmarks.plots
 # PYTHON picks the interpreter, NAME the ending of the files' names, TOTAL the seconds in all.
 set -uo pipefail
@@ -16,7 +18,7 @@ NAME=${NAME:-$( (nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null |
 mkdir -p "$folder"
 log=$folder/gpu_$NAME.log
 : >"$log"
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export JAX_PLATFORMS=cuda PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 failures=()
 
 # stage TITLE SECONDS COMMAND...: runs a command for at most so long; its exit status
@@ -39,16 +41,17 @@ at_most() { # at_most A B: the smaller
     echo $(($1 < $2 ? $1 : $2))
 }
 
-# Tests. Several processes share the GPU, so none may reserve most of its memory. Warnings of newer versions are no failures here.
+# Tests. Nearly all of their time is that of compilers, a core each. Several processes share the GPU, so none may reserve most of its
+# memory. Warnings of newer versions are no failures here.
 mapfile -t files < <(grep -rl --include='*.py' 'mark.gpu' tests)
 parallel=()
-"$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
-XLA_PYTHON_CLIENT_PREALLOCATE=false stage "gpu tests" "$(at_most 150 "$TOTAL")" \
+"$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n 12 --dist worksteal)
+XLA_PYTHON_CLIENT_PREALLOCATE=false stage "gpu tests" "$(at_most 210 "$TOTAL")" \
     "$PYTHON" -m pytest -m gpu -W default -p no:cacheprovider -q "${parallel[@]}" "${files[@]}"
 
 # Kernels. A crash of the GPU or of the process ends one candidate; a new process goes on behind it.
 rows=$folder/kernels_$NAME.json
-until_step=$((TOTAL - 150))
+until_step=$((TOTAL - 130))
 resume=()
 for attempt in 1 2 3 4; do
     limit=$(at_most 330 $((until_step - SECONDS)))
