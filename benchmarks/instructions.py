@@ -15,7 +15,7 @@ from benchmarks.machine_code.cases import CASES
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
 from benchmarks.machine_code.target import TARGETS
 from benchmarks.machine_code.tools import missing
-from benchmarks.tables import table
+from benchmarks.markdown import table
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from benchmarks import paper_tables
 from benchmarks.common import Report, Row
@@ -13,13 +13,14 @@ from benchmarks.kernel_report import KernelReport, KernelRow
 from benchmarks.key_bias import BiasReport, BiasRow
 from benchmarks.machine_code.report import HEADER as COUNTS_HEADER
 from benchmarks.machine_code.report import Instructions
-from benchmarks.quality import QualityReport, QualityRow
+from benchmarks.markdown import table
+from benchmarks.quality.page import quality_section
+from benchmarks.quality.report import QualityReport
 from benchmarks.squat_subspace import LAMS, SCORE_RANKS, SubspaceReport
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
 KERNEL_HEADER = ("candidate", "median us", "best us", "no tokens us", "MB", "GB/s", "of copy", "time / best bf16", "error", "remarks")
-QUALITY_HEADER = ("cache", "spec", "stored bits", "the paper's count", "perplexity", "KL to exact", "same top token")
 BIAS_HEADER = (
     "cache",
     "spec",
@@ -40,12 +41,6 @@ turn, and a ratio is the median over rounds of (time / baseline's time in the sa
 temp what a compiled step needs beside its arguments, peak all together, by XLA's account; 1 MB is 10^6 bytes. Error is the largest
 relative error of an output row against the reference on the same codes.
 """
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A GitHub table."""
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def report_section(report: Report, name: str) -> str:
@@ -106,29 +101,6 @@ def step_section(report: KernelReport, name: str) -> str:
     return "\n\n".join([*parts, *_skipped(report)])
 
 
-def quality_section(report: QualityReport, name: str) -> str:
-    """What caches do to predictions: a table for each comparison."""
-    head = [
-        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}. Windows of {report.window} tokens of "
-        f"{report.text.name} are scored through the cache, {report.rows[0].tokens} tokens in all."
-    ]
-    if report.prompt:
-        head.append(f"The first {report.prompt} tokens of a window are a prompt and not scored.")
-    head.append(
-        "Stored bits are of a body element, windows left out; the KVQuant paper's count, where it has a rule, is for a context of "
-        f"{report.window} tokens."
-    )
-    if any(row.outlier_fraction for row in report.rows):
-        head.append(
-            f"Calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}; the other text is "
-            f"{report.other_calibration_text.name}. With a KV width of 128, 1 % of outliers is 2 values of a token, 1.56 %."
-        )
-    parts = [f"## {report.title}", " ".join([*head, f"Raw numbers: [{name}]({name})."])]
-    for title, found in itertools.groupby(report.rows, key=lambda row: row.table):
-        parts += [f"### {title}", table(QUALITY_HEADER, map(_quality_line, found))]
-    return "\n\n".join(parts)
-
-
 def subspace_section(report: SubspaceReport, name: str) -> str:
     """Where later queries lie, and what SQuat makes of it."""
     sources = dict.fromkeys(row.source for row in report.deviations)
@@ -174,12 +146,6 @@ def key_bias_section(report: BiasReport, name: str) -> str:
 def _bias_line(row: BiasRow) -> tuple[str, ...]:
     found = (kl for v in (row.wide, row.slow) for kl in (v.plain, v.biased, v.subtracted))
     return row.label, f"`{row.cache}`", row.shares, *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found)
-
-
-def _quality_line(row: QualityRow) -> tuple[str, ...]:
-    counted = "" if row.paper_bits is None else f"{row.paper_bits:.2f}"
-    measured = f"{row.perplexity:.3f}", f"{row.kl:.5f}", f"{row.agreement:.2%}"
-    return row.label, f"`{row.cache}`", f"{row.stored_bits:.2f}", counted, *measured
 
 
 def _device_head(report: KernelReport, name: str) -> list[str]:
@@ -238,7 +204,7 @@ def section(file: pathlib.Path) -> str:
     if file.stem == "instructions":
         return instructions_section(Instructions.read(file), file.name)
     if file.stem.startswith("quality_"):
-        return quality_section(QualityReport.read(file), file.name)
+        return quality_section(QualityReport.read(file), file)
     if file.stem.startswith("key_bias"):
         return key_bias_section(BiasReport.read(file), file.name)
     if file.stem == "squat_subspace":

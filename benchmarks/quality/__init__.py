@@ -1,0 +1,1 @@
+"""What caches do to a model's predictions: tables of papers, and our own."""

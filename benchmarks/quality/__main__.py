@@ -1,0 +1,51 @@
+"""What caches do to a small model's predictions, through the real cache: the papers' tables and others, on one text.
+
+Every cache that needs a calibration gets one, from samples of another text. Papers' tables run on two more variants of the model as
+well, with the same exact outputs and outliers in keys or in values. Numbers in benchmarks/results come from the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+
+from benchmarks.quality.bench import run
+from benchmarks.quality.suites import SUITES
+from models import EMBEDDED
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    made.add_argument("suite", choices=tuple(SUITES), help="whose comparisons")
+    made.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="whose predictions (default: the embedded model)")
+    made.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="what is scored")
+    made.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="what caches are calibrated on")
+    made.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="another such text")
+    made.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
+    made.add_argument("--windows", type=int, default=16, help="windows of the text")
+    made.add_argument("--window", type=int, default=1024, help="tokens of a window")
+    made.add_argument("--prompt", type=int, default=0, help="tokens of a window that are a prompt, and not scored")
+    made.add_argument("--samples", type=int, default=16, help="calibration samples")
+    made.add_argument("--length", type=int, default=1024, help="tokens of a calibration sample")
+    made.add_argument("--only", metavar="WORDS", help="only tables whose title holds these words")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser()
+    options = made.parse_args(argv)
+    try:
+        report = run(SUITES[options.suite](), options)
+    except (ValueError, OSError) as error:
+        made.exit(2, f"{error}\n")
+    report.write(options.json)
+    print(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What is compared: tables of caches, each a grid like those that papers print."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from models.stress import Outliers, Stress
+
+PLAIN = "as it is"
+OUTLIERS = Outliers(channels=4, factor=16)
+VARIANTS = {  # of a model, with the same outputs as long as the cache is exact
+    PLAIN: None,
+    "key outliers": Stress(key_outliers=OUTLIERS),
+    "value outliers": Stress(value_outliers=OUTLIERS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One cache. cells name its line, as the paper does; column is where in the line it stands, in grids of two settings; other_text: it is
+    calibrated on the other calibration text."""
+
+    cells: tuple[str, ...]
+    cache: str
+    column: str = ""
+    other_text: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A table. heads name the cells. With `stressed` it is run on all variants of the model, else on the model as it is."""
+
+    title: str
+    heads: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    stressed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Comparisons that one command runs."""
+
+    title: str
+    comparisons: tuple[Comparison, ...]
+
+
+def listed(title: str, named: Iterable[tuple[str, str]], stressed: bool = False) -> Comparison:
+    """A table whose lines are named by one cell; a line that is given again is left out."""
+    return Comparison(title, ("cache",), tuple(Entry((name,), cache) for name, cache in dict.fromkeys(named)), stressed)
+
+
+def swept(title: str, head: str, lines: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> Comparison:
+    """A grid: for each line, (column, cache) pairs. On all variants."""
+
+    def entries() -> Iterator[Entry]:
+        for name, cells in lines:
+            for column, cache in cells:
+                yield Entry((name,), cache, column)
+
+    return Comparison(title, (head,), tuple(entries()), stressed=True)
