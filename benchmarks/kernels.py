@@ -2,7 +2,7 @@
 
 Every time is of the device, from loops of many calls (device_timing.py); errors are against the reference on the same codes. Cases run in
 the order of their weight until the time is used up, and the file holds what was measured whenever the run ends. --resume goes on with a
-file whose run was cut short.
+file whose run was cut short. Printed at the end: the papers' tables with our times beside theirs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.device_timing import SHORT, Timing, bandwidth_samples
 from benchmarks.kernel_candidates import MODELS, SPECS, Planned, attention_tasks, shape_of
 from benchmarks.kernel_report import KernelReport, KernelRow, one_line
 from benchmarks.kernel_run import FatalError, run_case
+from benchmarks.markdown import table
 from benchmarks.product_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
 from pallas_kernels._launch import Launch
 
@@ -30,6 +31,7 @@ ALL_SPECS = (*SPECS, *kvquant_candidates.ATTENTION_SPECS)
 SECTIONS = ("attention", "products", "quantize", "kvquant", "polarquant")
 KVQUANT = kvquant_candidates.MODEL
 LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
+BATCHES = (1, 16)
 RESTART = 3  # exit status that asks for another run with --resume
 
 
@@ -59,7 +61,8 @@ class Case:
 
 
 def default_cases() -> list[Case]:
-    """Every shape, in the order of its weight: a run may end before the last."""
+    """Every shape of the table, MODELS x LENGTHS x BATCHES, and of the papers' tables, in the order of its weight: a run may end before the
+    last. Llama 3.1 8B comes first, and of it what shows most."""
 
     def attention(model: str, *points: tuple[int, int], both: bool = False) -> list[Case]:
         return [Case("attention", model, shape_of(model, tokens, batch), both) for tokens, batch in points]
@@ -67,17 +70,20 @@ def default_cases() -> list[Case]:
     def paper(section: str, *lengths: int, models: Sequence[str] = tuple(PAPER_MODELS)) -> list[Case]:
         return [Case(section, model, paper_shape(model, tokens)) for tokens in lengths for model in models]
 
+    every = [(tokens, batch) for tokens in LENGTHS for batch in BATCHES]
     found = attention("Llama-3.1-8B", (32768, 16), (131072, 1), (4096, 16), both=True)
     found += attention("Llama-3.1-8B", (32768, 1), (4096, 1), (131072, 16))
     found += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
     found += paper("polarquant", *paper_tables.POLAR_LENGTHS, models=(polarquant_candidates.MODEL,))
     found += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
-    for model in ("Llama-3.2-1B", "Llama-2-7B", "Llama-2-13B"):
+    others = [model for model in MODELS if model != "Llama-3.1-8B"]
+    for model in others:
         found += attention(model, (32768, 16), (32768, 1))
-    found += attention("Llama-3.1-8B", *((tokens, batch) for tokens in LENGTHS for batch in (1, 16)))
+    found += attention("Llama-3.1-8B", *every)
     found += [*paper("products", *LENGTHS), *paper("quantize", 131072, 4096, 512)]
-    for model in MODELS:
-        found += attention(model, (4096, 16), (4096, 1), (131072, 1), (131072, 16))
+    for points in ((4096, 16), (4096, 1), (131072, 1), (131072, 16)), every:
+        for model in others:
+            found += attention(model, *points)
     first: dict[tuple[str, str, Shape], Case] = {}
     for case in found:
         first.setdefault((case.section, case.model, case.shape), case)
@@ -233,7 +239,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.write(args.json)
         made.exit(130, f"interrupted; {args.json} holds {len(report.rows)} rows\n")
     failures = sum(bool(row.failure) for row in report.rows)
+    for made_table in paper_tables.tables(report):
+        print("\n\n".join((f"### {made_table.title}", made_table.note, table(made_table.header, made_table.lines))), end="\n\n")
     progress(f"{args.json}: {len(report.rows)} rows, {failures} with failures; {len(report.skipped)} shapes left out for lack of time")
+    if report.skipped:
+        progress(f"left out: {'; '.join(report.skipped)}")
 
 
 if __name__ == "__main__":
