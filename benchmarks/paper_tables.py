@@ -19,7 +19,7 @@ from benchmarks.kvquant_candidates import BLOCK, PARTS
 from benchmarks.kvquant_candidates import MODEL as KVQUANT_MODEL
 from benchmarks.kvquant_candidates import SECTIONS as KVQUANT_SECTIONS
 from benchmarks.polarquant_candidates import EXACT as POLAR_EXACT
-from benchmarks.polarquant_candidates import FORMULAS, KIVI, KVQUANT
+from benchmarks.polarquant_candidates import KIVI, KVQUANT
 from benchmarks.polarquant_candidates import MODEL as POLAR_MODEL
 from benchmarks.polarquant_candidates import SECTION as POLAR_SECTION
 from benchmarks.polarquant_candidates import SPEC as POLAR_SPEC
@@ -177,7 +177,7 @@ def _kvquant_table(report: KernelReport) -> Table:
 
 def _polarquant_table(report: KernelReport) -> Table:
     lines = [(name, "paper, A800", *(f"{time:.2f}" for time in times)) for name, times in POLAR_TABLE_4.items()]
-    for candidate in (POLAR_EXACT, KIVI, KVQUANT, *(f"{POLAR_SPEC}, {formula}" for formula in FORMULAS)):
+    for candidate in (POLAR_EXACT, KIVI, KVQUANT, POLAR_SPEC):
         ours = _times(_rows(report, POLAR_SECTION, POLAR_MODEL, candidate))
         cells = (f"{1e3 * ours[length]:.2f}" if length in ours else "" for length in POLAR_LENGTHS)
         lines.append((candidate, f"here, {report.device}", *cells))

@@ -1,12 +1,11 @@
 """What the PolarQuant paper's Table 4 times: q K^T alone, over keys that PolarQuant, KIVI and KVQuant store, and exact ones.
 
 The paper prints head dim 128 and lengths, not how many heads; its fp16 times fit about as many as Llama-3.1-8B has query heads, each with
-keys of its own. So the shapes are those of InnerQ's tables. Both ways of getting a cosine are timed.
+keys of its own. So the shapes are those of InnerQ's tables.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -23,24 +22,22 @@ from kvq_jax.body import load_body
 from kvq_jax.polar import Polar as Body
 from pallas_kernels import matvec
 from pallas_kernels._launch import Launch
-from pallas_kernels.polar import Polar
 
 SECTION = "polarquant keys"
 MODEL = "Llama-3.1-8B"
 SPEC = "polarquant"
 EXACT, KIVI, KVQUANT = product_candidates.EXACT, "kivi:bits=4", "nuq4-1%"
-FORMULAS = ("table", "trigonometry")
 
 
 def table_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
-    """The paper's rows, PolarQuant with either formula."""
+    """The paper's rows."""
     known = {
         EXACT: functools.partial(product_candidates.scores_task, shape, EXACT, tuple(hows)),
         KIVI: functools.partial(product_candidates.scores_task, shape, KIVI, tuple(hows)),
         KVQUANT: functools.partial(kvquant_candidates.total_of_keys, shape, tuple(hows)),
+        SPEC: functools.partial(_polar, shape, tuple(hows)),
     }
-    polar = {f"{SPEC}, {formula}": functools.partial(_polar, shape, formula, tuple(hows)) for formula in FORMULAS}
-    return [Planned(SECTION, name, make) for name, make in (known | polar).items()]
+    return [Planned(SECTION, name, make) for name, make in known.items()]
 
 
 def random_polar(leaves: Body, seed: Array) -> Body:
@@ -54,16 +51,13 @@ def random_polar(leaves: Body, seed: Array) -> Body:
     return Body(words, **found, format=leaves.format)
 
 
-def _polar(shape: Shape, formula: Any, hows: tuple[Launch, ...]) -> Task:
+def _polar(shape: Shape, hows: tuple[Launch, ...]) -> Task:
     codec = codecs_of(SPEC, shape)[0]
     leaves = leaves_of(codec, shape)
     side = side_of(codec, leaves)
-    assert isinstance(side, Polar)
-    chosen = dataclasses.replace(side, formula=formula)
-    tuning = dataclasses.replace(matvec.SCORES_TUNING, tile=side.least_tile)
 
     def kernel(how: Launch, q: Array, copy: Any) -> Array:
-        return matvec.scores(q, chosen, codec.kernel_arrays((), copy), capacity=shape.tokens, tuning=tuning, how=how)
+        return matvec.scores(q, side, codec.kernel_arrays((), copy), capacity=shape.tokens, how=how)
 
     def check(q: Array, copy: Any, out: Array) -> tuple[Array, Array]:
         q, out = checked_part((q, out))

@@ -28,6 +28,7 @@ from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.planes import exp2
+from pallas_kernels.polar import Polar
 from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN, Tile, change_slots
@@ -79,14 +80,16 @@ _STEPS = {
 
 
 def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> Tuning:
-    """The usual step for these sides, no larger than the capacity and no smaller than a group of tokens."""
+    """The usual step for these sides, no larger than the capacity."""
     chosen = [_step(side, channels) for side in (k, v)]
     tile, stages = min(tile for tile, _ in chosen), min(stages for _, stages in chosen)
     if columns > 8:
         tile //= 2
     while tile > capacity:
         tile //= 2
-    return dataclasses.replace(TUNING, tile=max(tile, k.least_tile, v.least_tile), stages=stages)
+    # cosines in array operations: one warp does not hold the smallest step of 256 channels
+    warps = 2 if isinstance(k, Polar) and channels == 256 else 1
+    return dataclasses.replace(TUNING, tile=max(tile, SPAN), warps=warps, stages=stages)
 
 
 def _step(side: Side, channels: int) -> tuple[int, int]:
@@ -95,6 +98,8 @@ def _step(side: Side, channels: int) -> tuple[int, int]:
         return (tile // 2 if isinstance(side.inner, Codebook) and side.inner.planes.bits == 4 else min(tile, 8192 // channels)), stages
     if isinstance(side, Grouped):
         return _STEPS.get((channels, side.planes.bits), ((128, 3), (128, 3)))[side.centre is None]
+    if isinstance(side, Polar):
+        return 4096 // channels, 3
     return 8192 // channels, 2 if isinstance(side, Codebook) and side.planes.bits == 4 else 3
 
 

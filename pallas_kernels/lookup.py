@@ -1,9 +1,8 @@
-"""Choosing entries of a table by the bits of packed codes, in registers: building blocks of table.py and polar.py.
+"""Codes of packed words, bit by bit: chosen from a table, or as numbers. Building blocks of table.py and polar.py.
 
 A table in memory cannot be indexed with a tile of codes: a gather per element is what low-bit kernels must not do. Here an entry is chosen
 by the bits of its code, with a tree of selects: bit 0 halves the entries, bit 1 the rest, and so on, 2^bits - 1 selects in all. In assembly
-a bit becomes a mask of its 16-bit half (one shift, one `prmt`), and one `lop3` selects for two elements. Tables that all channels share are
-read faster in assembly (table.py).
+tables are read faster (table.py).
 """
 
 from __future__ import annotations
@@ -67,34 +66,13 @@ class Words(NamedTuple):
         return lax.shift_left(words, jnp.full((), -by, jnp.int16)) if by < 0 else words
 
 
-def chosen(words: Words, bits: Sequence[Bit], entries: Sequence[Entry], asm: bool) -> Float16[Array, "rows W"]:
+def chosen(words: Words, bits: Sequence[Bit], entries: Sequence[Entry]) -> Float16[Array, "rows W"]:
     """entries[code] for the codes that `bits` (lowest first) spell; len(entries) == 2^len(bits)."""
     for bit in bits:
-        choose = selector(words, bit, asm)
-        entries = [choose(high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+        is_set = (words.of(bit) & _int16(1 << bit.position)) != _int16(0)
+        entries = [jnp.where(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
     [found] = entries
     return found
-
-
-def selector(words: Words, bit: Bit, asm: bool) -> Any:
-    """choose(a, b): a where the bit is set, else b."""
-    if not asm:
-        is_set = (words.of(bit) & _int16(1 << bit.position)) != _int16(0)
-        return lambda a, b: jnp.where(is_set, a, b)
-    # the bit goes to the top of its half; prmt repeats the top bit of bytes 1 and 3 over both bytes of a half
-    mask = half2(f"{{ .reg .b32 t; shl.b32 t, $1, {15 - bit.position}; prmt.b32 $0, t, 0, 0xbb99; }}", words.of(bit))
-    return lambda a, b: half2("lop3.b32 $0, $1, $2, $3, 0xca;", mask, a, b)
-
-
-def negated(x: Float16[Array, "rows W"], words: Words, bits: Sequence[Bit], asm: bool) -> Float16[Array, "rows W"]:
-    """-x where an odd number of the bits is set, else x."""
-    for bit in bits:
-        if asm:
-            x = half2(f"{{ .reg .b32 t; shl.b32 t, $1, {15 - bit.position}; lop3.b32 $0, t, 0x80008000, $2, 0x6a; }}", words.of(bit), x)
-        else:
-            sign = words.moved(bit, 15) & _int16(1 << 15)
-            x = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) ^ sign, jnp.float16)
-    return x
 
 
 def number(words: Words, bits: Sequence[Bit], asm: bool) -> tuple[Float16[Array, "rows W"], int]:

@@ -6,8 +6,9 @@
 What attention does between its softmaxes, and what the InnerQ paper's tables time. For any side (sides.py): InnerQ's grouping of keys is
 "channels", of values "tokens"; the other way round is outer grouping (KIVI).
 
-Contract. All S tokens of the capacity are read, so all of them must be finite. S is a multiple of the tile; the tile is a power of two, at
-least 32 and the tokens of a group. Query heads are padded to a power of two in memory, and to 8 columns inside the kernel.
+Contract. All S tokens of the capacity are read, so all of them must be finite. S is a multiple of the tile (and of a group's tokens, where
+groups run over tokens); the tile is a power of two, at least 32. Query heads are padded to a power of two in memory, and to 8 columns
+inside the kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def scores(
 ) -> Float[Array, "B K G S"]:
     """q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (Dense: to the stored dtype)."""
     batch, heads, group, channels = q.shape
-    _check(side, capacity, tuning)
+    _check(capacity, tuning)
     rows, columns = _padded(group)
     unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)  # sides scale as attention does
     # real heads lie columns / rows apart, so that a reshape separates them from the padding
@@ -65,7 +66,7 @@ def weighted_values(
 ) -> Float[Array, "B K G H"]:
     """sum_t p_t v_t over every stored token, fp32. p may be in any float dtype; it is rounded to fp16 (Dense: to the stored dtype)."""
     batch, heads, group, capacity = p.shape
-    _check(side, capacity, tuning)
+    _check(capacity, tuning)
     rows, columns = _padded(group)
     weights = _pad_heads(p, rows).reshape(batch, heads, *_by_slots(rows, capacity, side.slots))
     arrays = side.arrays(stored)
@@ -89,10 +90,9 @@ def weighted_values(
     return found if more is None else found + more
 
 
-def _check(side: Side, capacity: int, tuning: Tuning) -> None:
-    least = side.least_tile
-    if tuning.tile % least or capacity % tuning.tile:
-        raise ValueError(f"{capacity=} is not whole tiles of {tuning.tile} tokens, or those are not whole groups of {least}")
+def _check(capacity: int, tuning: Tuning) -> None:
+    if tuning.tile % SPAN or capacity % tuning.tile:
+        raise ValueError(f"{capacity=} is not whole tiles of {tuning.tile} tokens, or those are not whole spans of {SPAN}")
 
 
 def _padded(group: int) -> tuple[int, int]:

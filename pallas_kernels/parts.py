@@ -37,8 +37,9 @@ def by_slots(statistics: Sequence[Array], slots: int) -> list[Array]:
 
 
 def channel_statistic(ref: Any, planes: Planes, chunk: int, tile: Tile, group: int, dtype: str) -> Float16[Array, "groups 1 W"]:
-    """A scale or zero of each channel of a chunk, for each group of tokens in the tile; 0 for groups that do not count."""
-    groups = tile.size // group
+    """A scale or zero of each channel of a chunk, for each group of tokens in the tile, or for the one group that the tile is a part of; 0
+    for groups that do not count."""
+    groups = max(1, tile.size // group)
     found = as_float(ref[pl.ds(tile.offset(group), groups), pl.ds(planes.width * chunk, planes.width)], dtype).astype(jnp.float16)
     if tile.masked:
         found = jnp.where(tile.counts(group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0)), found, 0)

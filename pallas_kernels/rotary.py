@@ -50,10 +50,6 @@ class Rotated(Side):
     def chunks(self) -> tuple[int, int]:
         return self.inner.chunks
 
-    @property
-    def least_tile(self) -> int:
-        return self.inner.least_tile
-
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         *inner, frequencies, _ = stored
         shape = (1, 1, LONGEST_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])

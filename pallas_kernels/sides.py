@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float16, Int
 from pallas_kernels._launch import Launch
 from pallas_kernels.parts import LOG2E, add_up, by_slots, channel_statistic, dot, for_tokens, query_planes, token_statistic
 from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
-from pallas_kernels.tile import SPAN, Tile
+from pallas_kernels.tile import Tile
 
 Rows = list[Float[Array, "rows GP"]]
 
@@ -68,11 +68,6 @@ class Side(abc.ABC):
         """What is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing."""
         return None
 
-    @property
-    def least_tile(self) -> int:
-        """The smallest step in tokens: whole spans, and whole groups of tokens."""
-        return SPAN
-
     @abc.abstractmethod
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         """What `scores` needs of the queries, made once outside the kernel. q is fp32 and not scaled."""
@@ -96,7 +91,7 @@ class Grouped(Side):
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K, H / group, S] (axis "channels") or
     [B, K, S / group, H] (axis "tokens"). 16-bit floats may come as uint16 that holds their bits; `scale_dtype` tells which.
-    `centre` is None where a zero is stored. Groups over channels are whole chunks, groups over tokens whole spans.
+    `centre` is None where a zero is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two of them.
     """
 
     planes: Planes
@@ -112,10 +107,6 @@ class Grouped(Side):
     @property
     def chunks(self) -> tuple[int, int]:
         return self.planes.chunks, self.planes.width
-
-    @property
-    def least_tile(self) -> int:
-        return max(SPAN, self.group) if self.axis == "tokens" else SPAN
 
     @property
     def _groups(self) -> int:

@@ -61,7 +61,7 @@ class Looked(NamedTuple):
     def plane(self, slot: int, chunk: int) -> Float16[Array, "rows W"]:
         """Of one chunk of channels of a token slot."""
         if not self.asm:
-            return chosen(self.words, code_bits(self.planes, slot, chunk), [e[None, None] for e in self.table.entries], False)
+            return chosen(self.words, code_bits(self.planes, slot, chunk), [e[None, None] for e in self.table.entries])
         low = self.planes.sets[0]
         index, tile = divmod(slot * self.planes.chunks + chunk, self.planes.tiles(low))
         nibble, odd = divmod(index, 4 // low)  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away

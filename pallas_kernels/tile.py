@@ -28,8 +28,10 @@ class Tile:
     limit: Int[Array, ""] | None = None
 
     def offset(self, unit: int) -> Int[Array, ""]:
-        """The start, in units of `unit` tokens."""
-        return self.start // unit if self.index is None else self.index * (self.size // unit)
+        """The start, in units of `unit` tokens; in a unit that is longer than the tile, the one that holds the start."""
+        if self.index is None:
+            return self.start // unit
+        return self.index * (self.size // unit) if unit <= self.size else self.index // (unit // self.size)
 
     @property
     def masked(self) -> bool:

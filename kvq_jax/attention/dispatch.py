@@ -22,7 +22,6 @@ from kvq_jax.codec import Codec
 from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import LAUNCH, Launch
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.polar import Polar
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Grouped, Side
@@ -41,14 +40,10 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         return f"{tokens} new tokens in one step; kernels take one"
     if query_heads // plan.heads > MOST_COLUMNS:
         return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {MOST_COLUMNS}"
-    least = SPAN
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
-        if isinstance(side, Polar):
-            return f"{name}: keys in polar form; their kernel does not fit the registers: compiled, it spills in its loop, or not at all"
-        least = max(least, side.least_tile)
         leaves = jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity))
         shared = next((leaf.shape[1] for leaf in leaves if len(leaf.shape) == 4 and leaf.shape[1] not in (1, plan.heads)), None)
         if shared:
@@ -56,8 +51,8 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) 
         longest = max(math.prod(leaf.shape) for leaf in leaves)
         if longest >= 2**31:
             return f"{name}: an array of {longest} elements is past the kernels' 32-bit offsets"
-    if plan.regions.body_capacity < least:
-        return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {least}"
+    if plan.regions.body_capacity < SPAN:
+        return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {SPAN}"
     return None
 
 

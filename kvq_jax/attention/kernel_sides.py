@@ -15,6 +15,7 @@ from pallas_kernels.table import BITS as TABLE_BITS
 from pallas_kernels.tile import SPAN
 
 HEAD_DIMS = (64, 128, 256)
+POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; what else compiles takes a minute to, or spills (docs/kernels.md)
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, as all that a kernel holds, from a span to the longest step
 
 
@@ -91,7 +92,10 @@ def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: st
         return reason
     if layout.span % SPAN or group_size not in TOKEN_GROUPS:
         return f"groups of {group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
-    return Polar(planes_of(layout), angle_bits, group_size, "grouped", scale_dtype=scale_dtype)
+    served = POLAR_BITS[2 * layout.channels]
+    if layout.bits not in served:
+        return f"{layout.bits} bits for a pair at head_dim {2 * layout.channels}; kernels serve {', '.join(map(str, served))}"
+    return Polar(planes_of(layout), angle_bits, group_size, scale_dtype)
 
 
 def planes_of(layout: PlaneLayout) -> Planes:

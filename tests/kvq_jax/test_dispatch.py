@@ -35,6 +35,8 @@ SPECS = (
     "kvquant:bits=3,outliers=0,qnorm=true",
     "kvquant:bits=2,pre_rope=false,k_axis=token,v_axis=channel",
     "nf4",
+    "polarquant",
+    "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4",
     "k=nf2:group_size=32,pre_rope=true+v=int3",
 )
 INTERPRETED = Launch(interpret=True)
@@ -87,8 +89,8 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
         ("innerq:bits=8", "9-bit codes"),
         ("k=dense+v=innerq:group_size=96+cache:block=96", "v: groups of 96 tokens; kernels serve 32, 64, 128"),
         ("k=kivi:group_size=256+v=kivi+cache:recent=32,block=256", "groups of 256 tokens"),
-        ("polarquant", "k: keys in polar form"),
-        ("k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4", "k: keys in polar form"),
+        ("polarquant:radius_bits=3", "k: 7 bits for a pair at head_dim 64; kernels serve 4, 6, 8"),
+        ("polarquant:grid=global", "k: one step of the radii for a whole sequence"),
         ("kivi:recent=400", "fewer than one tile of 32"),
     ],
 )

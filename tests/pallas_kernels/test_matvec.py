@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import matvec
 from pallas_kernels._launch import Launch
 from pallas_kernels.decode import Tuning
-from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, row_errors, side_of, stored_rows, stored_structs
+from tests.pallas_kernels.kernel_cases import KernelCase, kernel_cases, row_errors, side_of, stored_rows, stored_structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS = 1, 2
@@ -108,10 +108,9 @@ def test_a_capacity_of_no_whole_tiles_is_refused():
         )
 
 
-def test_a_tile_shorter_than_a_group_of_tokens_is_refused():
-    format = format_of(2, "asym", "tokens", 64, 128)
-    with pytest.raises(ValueError, match="not whole groups of 128"):
-        matvec.scores(jnp.zeros((1, 1, 1, 64)), side_of(format, 64), [], capacity=256, tuning=Tuning(tile=64))
+def test_a_tile_shorter_than_a_span_is_refused():
+    with pytest.raises(ValueError, match="not whole spans of 32"):
+        matvec.scores(jnp.zeros((1, 1, 1, 64)), side_of(None, 64), [], capacity=256, tuning=Tuning(tile=16))
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
