@@ -41,6 +41,10 @@ turn, and a ratio is the median over rounds of (time / baseline's time in the sa
 temp what a compiled step needs beside its arguments, peak all together, by XLA's account; 1 MB is 10^6 bytes. Error is the largest
 relative error of an output row against the reference on the same codes.
 """
+NO_GPU = """\
+**No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that was compiled without one. Times are of
+CPUs.
+"""
 
 
 def report_section(report: Report, name: str) -> str:
@@ -238,7 +242,8 @@ def render(folder: pathlib.Path) -> str:
     if not files:
         raise ValueError(f"no results in {folder}: run `python -m benchmarks.attention --json {folder}/attention.json` first")
     sections = map(section, files)
-    return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
+    introduction = [INTRODUCTION] if any(file.stem.startswith("kernels_") for file in files) else [INTRODUCTION, NO_GPU]
+    return "\n\n".join([*map(str.rstrip, introduction), *sections]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,12 @@ def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, r
         assert row.failure == "", row
         assert f"| {row.name} | {row.median_ms:.3f} |" in page, row
         assert row.arithmetic == "xla" or (row.error is not None and row.error < 0.05), row
+
+
+def test_a_page_without_times_of_kernels_says_that_none_was_run(folder: pathlib.Path, tmp_path: pathlib.Path):
+    shutil.copy(folder / "step_cpu.json", tmp_path)
+    assert "No kernel was run on a GPU yet" in tables.render(tmp_path)
+    assert "No kernel was run on a GPU yet" not in tables.render(folder)
 
 
 def test_plots_are_drawn(folder: pathlib.Path):
