@@ -30,7 +30,7 @@ from pallas_kernels.parts import LOG2E
 from pallas_kernels.planes import exp2
 from pallas_kernels.polar import Polar
 from pallas_kernels.rotary import Rotated
-from pallas_kernels.sides import Grouped, Side
+from pallas_kernels.sides import Dense, Grouped, Side
 from pallas_kernels.tile import SPAN, Tile, change_slots
 
 NEG = -1e30  # stands for -inf: finite, so that a part without any token merges without nan
@@ -47,21 +47,32 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What changes only the speed. tile: tokens of a loop step; warps and stages: Triton's; cores, resident: programs that run at a time
-    on the device, from which the number of splits follows. Defaults are for an H200 (docs/kernels.md)."""
+    """What changes only the speed. tile: tokens of a loop step; warps and stages: Triton's; cores: multiprocessors, None for as many as the
+    device has; resident: programs that run on one of them at a time. The number of splits follows from both (docs/kernels.md)."""
 
     tile: int = 128
     warps: int = 1
     stages: int = 3
-    cores: int = 132
+    cores: int | None = None
     resident: int = 8
 
     def splits(self, programs: int, capacity: int) -> int:
         """Splits of the token axis for `programs` rows times KV heads: enough to fill the device, and at least two tiles in each."""
-        return max(1, min(-(-self.cores * self.resident // programs), capacity // (2 * self.tile)))
+        running = (device_cores() if self.cores is None else self.cores) * self.resident
+        return max(1, min(-(-running // programs), capacity // (2 * self.tile)))
+
+
+def device_cores() -> int:
+    """Multiprocessors of the device that this process runs on; those of an H200 where that is no GPU."""
+    return getattr(jax.devices()[0], "core_count", None) or H200_CORES
 
 
 TUNING = Tuning()
+
+H200_CORES = 132
+WARPS = 8  # that a multiprocessor's 65536 registers hold, of kernels that use 255
+SHARED_BYTES = 233472  # of a multiprocessor of Hopper
+OTHER_SHARED_BYTES = 3072  # of a program: for rearranging, and what the system keeps
 
 # (tokens of a step, stages) by head dim and code bits, for codes without a zero and with one: the most that a program's 255 registers hold
 # without spilling in the loop, counted from machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
@@ -80,7 +91,7 @@ _STEPS = {
 
 
 def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> Tuning:
-    """The usual step for these sides, no larger than the capacity."""
+    """The usual step for these sides, no larger than the capacity, and how many such programs a multiprocessor holds."""
     chosen = [_step(side, channels) for side in (k, v)]
     tile, stages = min(tile for tile, _ in chosen), min(stages for _, stages in chosen)
     if columns > 8:
@@ -89,7 +100,28 @@ def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> 
         tile //= 2
     # cosines in array operations: one warp does not hold the smallest step of 256 channels
     warps = 2 if isinstance(k, Polar) and channels == 256 else 1
-    return dataclasses.replace(TUNING, tile=max(tile, SPAN), warps=warps, stages=stages)
+    tile = max(tile, SPAN)
+    resident = min(WARPS // warps, SHARED_BYTES // shared_bytes(k, v, channels, tile, stages))
+    return Tuning(tile, warps, stages, resident=max(1, resident))
+
+
+def shared_bytes(k: Side, v: Side, channels: int, tile: int, stages: int) -> int:
+    """What a program takes of a multiprocessor's shared memory, estimated: within an eighth of what compiled kernels ask for, those with
+    tables apart, which registers limit. A tile of both sides for each stage but the one in registers, one more of exact values, which dots
+    read where they lie, and what rearranging takes."""
+    keys, values = (row_bytes(side, channels) for side in (k, v))
+    return (stages - 1) * tile * (keys + values) + (tile * values if isinstance(v, Dense) else 0) + OTHER_SHARED_BYTES
+
+
+def row_bytes(side: Side, channels: int) -> int:
+    """Bytes that a token takes of a tile; the few of a table's statistics, and of polar groups', are not counted."""
+    if isinstance(side, Rotated):
+        return row_bytes(side.inner, channels)
+    if isinstance(side, Dense):
+        return 2 * channels
+    assert isinstance(side, Grouped | Codebook | Polar), side
+    words = side.planes.bits * side.planes.channels // 8
+    return words + (2 if side.centre is None else 1) * 2 * channels // side.group if isinstance(side, Grouped) else words
 
 
 def _step(side: Side, channels: int) -> tuple[int, int]:

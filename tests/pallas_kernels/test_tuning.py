@@ -1,0 +1,79 @@
+"""How many programs a kernel is cut into, from its shape and its device: it changes nothing but speed."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from kvq_jax.attention.kernel_sides import polar
+from kvq_jax.packing import plane_layout
+from pallas_kernels._launch import Launch
+from pallas_kernels.decode import H200_CORES, Tuning, device_cores, shared_bytes, tuning_for
+from pallas_kernels.sides import Side
+from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, row_errors, side_of
+from tests.pallas_kernels.test_decode import LONG, outputs, stored
+
+
+def polar_keys(head_dim: int) -> Side:
+    side = polar(plane_layout(8, head_dim // 2, 128), 4, 128, "float16", grouped_angles=True)
+    assert isinstance(side, Side)
+    return side
+
+
+def pair(bits: int, scheme: str, head_dim: int = 128) -> tuple[Side, Side]:
+    k, v = (side_of(format_of(bits, scheme, axis, head_dim), head_dim) for axis in ("channels", "tokens"))
+    return k, v
+
+
+EXACT = side_of(None, 128)
+# programs on a multiprocessor of an H200, and KB that each asks for: benchmarks/results, table of instructions
+COUNTED = [
+    (pair(1, "sym"), 128, 8, 20.5),
+    (pair(2, "asym"), 128, 8, 24.5),
+    (pair(3, "sym"), 128, 5, 38.5),
+    (pair(8, "asym"), 128, 8, 20.2),
+    ((EXACT, EXACT), 128, 2, 82.0),
+    ((polar_keys(128), EXACT), 128, 7, 30.0),
+    ((polar_keys(256), side_of(None, 256)), 256, 3, 62.5),
+]
+
+
+@pytest.mark.parametrize(("sides", "channels", "programs", "kilobytes"), COUNTED)
+def test_as_many_programs_run_as_their_tiles_leave_room_for(sides, channels, programs, kilobytes):
+    tuning = tuning_for(*sides, channels, 8, 16384)
+    assert tuning.resident == programs
+    estimate = shared_bytes(*sides, channels, tuning.tile, tuning.stages)
+    assert estimate == pytest.approx(kilobytes * 1024, rel=0.13)
+
+
+@pytest.mark.parametrize(("cores", "few", "many"), [(132, 66, 9), (108, 54, 7), (16, 8, 1)])
+def test_splits_fill_the_cores_of_a_device(cores, few, many):
+    tuning = Tuning(tile=64, cores=cores, resident=8)
+    assert tuning.splits(16, 1 << 17) == few
+    assert tuning.splits(128, 1 << 17) == many
+    assert Tuning(tile=64, cores=cores, resident=2).splits(4, 1 << 17) == few, "four programs with a quarter of the room each are the same"
+    assert tuning.splits(1, 512) == 4, "two tiles for each split at least"
+    assert tuning.splits(10**6, 1 << 17) == 1
+
+
+def test_cores_are_those_of_the_device(monkeypatch):
+    for cores in (108, 132):
+        monkeypatch.setattr(jax, "devices", lambda cores=cores: [types.SimpleNamespace(core_count=cores)])
+        assert device_cores() == cores
+        assert Tuning().splits(128, 1 << 20) == Tuning(cores=cores).splits(128, 1 << 20)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace()])
+    assert device_cores() == H200_CORES
+
+
+@kernel_cases("innerq1_sym_h128_g4")
+def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
+    arrays, how = stored(case, LONG), Launch(interpret=True)
+    found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), how) for cores in (132, 16, 1)]
+    assert [Tuning(tile=64, cores=cores, resident=2).splits(14, LONG.capacity) for cores in (132, 16, 1)] == [8, 3, 1]
+    for other in found[1:]:
+        assert row_errors(other, found[0])[1:].max() < 2e-3
+        assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, "rows of other lengths must differ"
+    assert np.isfinite(found[0]).all()
