@@ -6,6 +6,7 @@ Integer instructions are those of the PTX manual, bit for bit. Pairs of fp16 are
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -14,8 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from pallas_kernels._launch import Launch
 
 U = np.uint32
+LANE = 21  # of which no result may depend
 
 
 def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -49,8 +54,21 @@ def on_halves(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
     return instruction
 
 
+def on_floats(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """An instruction on fp32 numbers; float64 in between, which is a rounding closer than some instructions are."""
+
+    def instruction(*registers: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return operation(*(r.view(np.float32).astype(np.float64) for r in registers)).astype(np.float32).view(U)
+
+    return instruction
+
+
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "add.u32": np.add,
+    "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
@@ -60,15 +78,19 @@ INSTRUCTIONS = {
     "mul.rn.f16x2": on_halves(np.multiply),
     "neg.f16x2": on_halves(np.negative),
     "fma.rn.f16x2": on_halves(lambda a, b, c: a * b + c),
+    "fma.rn.f32": on_floats(lambda a, b, c: a * b + c),
+    "ex2.approx.ftz.f32": on_floats(np.exp2),
 }
 
 
-def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
-    """Stands for `plt.elementwise_inline_asm` on pairs: two 16-bit elements share a register, two 32-bit elements have one each."""
-    assert pack == 2
+def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any) -> np.ndarray:
+    """What the assembly leaves in $0. Elements of 16 bits share a register in pairs, those of 32 have one each: of a pack of two, the first
+    and the second come as operands of their own."""
     operands = [np.ascontiguousarray(a).view(U) for a in args]
-    operands = [x for a, o in zip(args, operands, strict=True) for x in ([o] if a.dtype.itemsize == 2 else [o[..., ::2], o[..., 1::2]])]
-    registers = {f"${i + 1}": operand for i, operand in enumerate(operands)}
+    if pack == 2:
+        sizes = [np.dtype(a.dtype).itemsize for a in args]
+        operands = [x for size, o in zip(sizes, operands, strict=True) for x in ([o] if size == 2 else [o[..., ::2], o[..., 1::2]])]
+    registers = {f"${i + 1}": operand for i, operand in enumerate(operands)} | {"%laneid": U(LANE)}
     for statement in assembly.strip("{} ").split(";"):
         name, space, parameters = statement.strip().partition(" ")
         if name in INSTRUCTIONS:
@@ -77,5 +99,24 @@ def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **
             registers[into] = np.asarray(INSTRUCTIONS[name](*values), U)
         else:
             assert name in ("", ".reg"), f"an instruction without a meaning here: {statement}"
+    return np.ascontiguousarray(registers["$0"]).view(result.dtype).reshape(result.shape)
+
+
+def execute(assembly: str, *, args: Any, pack: int, result_shape_dtypes: Any, **_: Any) -> list[jax.Array]:
+    """Stands for `plt.elementwise_inline_asm`, in interpreted kernels too."""
     [result] = result_shape_dtypes
-    return [jnp.asarray(registers["$0"].view(np.uint16).view(result.dtype).reshape(result.shape))]
+    function = functools.partial(computed, assembly, pack, result)
+    if any(isinstance(a, Tracer) for a in args):
+        return [jax.pure_callback(function, result, *args)]
+    return [jnp.asarray(function(*args))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulated(Launch):
+    """Kernels in assembly, interpreted: `execute` has to stand for the instruction that Triton would compile (fixture `assembler`)."""
+
+    interpret: bool = True
+
+    @property
+    def asm(self) -> bool:
+        return True

@@ -1,0 +1,50 @@
+"""Whole kernels in assembly, interpreted: each instruction is executed in NumPy (emulator.py), the rest by JAX. They pass the very checks
+that array operations pass. What a GPU adds to this is the compiler's part: registers, memory, and approximate exponentials."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pallas_kernels import test_decode, test_matvec, test_nonuniform, test_quantize
+from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
+from tests.pallas_kernels.kernel_cases import kernel_cases
+
+pytestmark = pytest.mark.usefixtures("assembler")
+ASSEMBLY = Emulated()
+
+
+@kernel_cases(
+    "innerq1_sym_h128_g4", "innerq4_hybrid_h64_g4", "innerq8_asym_h128_g4", "kivi2_h64_g8_size64", "kivi4_h128_g7_size32", "k3_v4"
+)
+def test_attention_over_groups_equals_the_reference(case):
+    """Codes of 2, 3, 4, 5 and 8 bits, in groups over channels and over tokens."""
+    test_decode.check_lengths(case, test_decode.SHORT, test_decode.tuned(2), ASSEMBLY)
+
+
+@pytest.mark.parametrize("case", test_nonuniform.CASES[:3], ids=lambda case: case.id)
+def test_attention_over_tables_and_keys_before_rope_equals_the_reference(case):
+    test_nonuniform.check_attention(case, test_nonuniform.SHORT, test_nonuniform.TUNING, ASSEMBLY)
+
+
+@kernel_cases("innerq1_sym_h128_g4", "kivi2_h64_g8_size64")
+def test_products_equal_the_reference(case):
+    test_matvec.check_scores(case, test_matvec.CAPACITY, test_matvec.TUNING, ASSEMBLY)
+    test_matvec.check_values(case, test_matvec.CAPACITY, test_matvec.TUNING, ASSEMBLY)
+
+
+@test_quantize.each(*test_quantize.CASES[:3], test_quantize.CASES[11])
+def test_quantized_rows_are_those_of_quantize(case):
+    rows, divisor = test_quantize.special_rows(case), test_quantize.divisor_of(case)
+    found, wanted = test_quantize.fused(case, rows, divisor, ASSEMBLY), test_quantize.reference(case, rows, divisor)
+    codes = test_quantize.wanted_codes(case, rows, divisor, wanted)
+    assert (wrong := test_quantize.disagreement(case, found, wanted, codes)) is None, wrong
+
+
+@pytest.mark.parametrize("instruction", ["lop3.b32", "shr.b32", "add.rn.f16x2", "mul.rn.f16x2", "fma.rn.f32", "ex2.approx.ftz.f32"])
+@kernel_cases("innerq1_sym_h128_g4")
+def test_an_instruction_that_computes_something_else_is_noticed(case, instruction, monkeypatch):
+    """Negative control: the checks above see every instruction of a kernel."""
+    right = INSTRUCTIONS[instruction]
+    monkeypatch.setitem(INSTRUCTIONS, instruction, lambda first, *more: right(~first, *more))
+    with pytest.raises(AssertionError, match=r"errors by row|a row without tokens"):
+        test_decode.check_lengths(case, test_decode.SHORT, test_decode.tuned(2), ASSEMBLY)
