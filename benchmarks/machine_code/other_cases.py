@@ -20,7 +20,7 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import KernelReport
 from benchmarks.machine_code.sass import Function, Loop, assemble, loops
 from benchmarks.machine_code.target import Target
-from kvq_jax import polar
+from kvq_jax import polar, quantized
 from kvq_jax.attention.kernel_sides import dense, grouped
 from kvq_jax.attention.kernel_sides import polar as polar_side
 from kvq_jax.group_codec import GroupCodec
@@ -33,15 +33,21 @@ from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN
 
 
-def _polar(angle: int, radius: int, size: int, arithmetic: Arithmetic, channels: int = 128, **limits: Any) -> Case:
-    """Attention to keys in polar form and exact values, tuned as it runs. size: tokens of a group."""
+def _polar(
+    angle: int, radius: int, size: int, arithmetic: Arithmetic, channels: int = 128, value_bits: int | None = None, **limits: Any
+) -> Case:
+    """Attention to keys in polar form, tuned as it runs. size: tokens of a group. value_bits: of KIVI's values; None for exact ones."""
     format = PolarFormat(angle, radius, channels, size, size)
     keys = polar_side(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
-    values = dense(channels, "bfloat16")
+    if value_bits is None:
+        values, v_stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
+    else:
+        v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
+        values = grouped(GroupCodec("v", v_format))
+        v_stored = [leaf.struct for leaf in jax.tree.leaves(quantized.leaves(v_format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(keys, Side), keys
     assert isinstance(values, Side), values
     k_stored = [leaf.struct for leaf in jax.tree.leaves(polar.leaves(format, BATCH, KV_HEADS, TOKENS))]
-    v_stored = [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     elements = BATCH * KV_HEADS * TOKENS * 2 * channels
     bits = 8 * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored)) / elements
 
@@ -52,7 +58,8 @@ def _polar(angle: int, radius: int, size: int, arithmetic: Arithmetic, channels:
         q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
         return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
 
-    name = f"polar {angle}+{radius}, groups of {size}, exact values, H {channels}, {arithmetic}"
+    kind = "exact" if value_bits is None else f"{value_bits}-bit"
+    name = f"polar {angle}+{radius}, groups of {size}, {kind} values, H {channels}, {arithmetic}"
     tile = tuning_for(keys, values, channels, max(8, GROUP), TOKENS).tile
     return Case(name, build, "decode_attention", tile * 2 * channels, bits, plain_loads_allowed=True, **limits)
 
@@ -144,6 +151,9 @@ OTHER_CASES: tuple[Case, ...] = (
     _polar(4, 2, 64, "asm", **_limits(4.61, 1.26, 1.0)),
     _polar(4, 2, 64, "jnp", **_limits(12.5, 2.86, 0.67)),
     _polar(4, 4, 128, "asm", 256, **_limits(4.56, 1.13, 1.0)),
+    _polar(4, 4, 128, "jnp", 256, **_limits(12.7, 2.87, 0.68)),
+    _polar(4, 4, 128, "asm", value_bits=4, **_limits(5.01, 1.41, 0.79)),
+    _polar(4, 4, 128, "jnp", value_bits=4, **_limits(13.4, 2.96, 0.3)),
     _quantizer(2, "sym", **_limits(17.9, 6.35, 0.94)),
     _quantizer(2, "asym", **_limits(15.4, 4.07, 1.0)),
     _quantizer(2, "hybrid", **_limits(36.1, 7.31, 0.48, 130)),
