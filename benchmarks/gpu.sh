@@ -49,13 +49,14 @@ parallel=()
 XLA_PYTHON_CLIENT_PREALLOCATE=false stage "gpu tests" "$(at_most 210 "$TOTAL")" \
     "$PYTHON" -m pytest -m gpu -W default -p no:cacheprovider -q "${parallel[@]}" "${files[@]}"
 
-# Kernels. A crash of the GPU or of the process ends one candidate; a new process goes on behind it.
+# Kernels. A crash of the GPU or of the process ends one candidate; a new process goes on behind it. A shape that was begun, with all of its
+# compilations, takes up to 45 s.
 rows=$folder/kernels_$NAME.json
 until_step=$((TOTAL - 130))
 resume=()
 for attempt in 1 2 3 4; do
     limit=$(at_most 330 $((until_step - SECONDS)))
-    stage "kernels" "$limit" "$PYTHON" -m benchmarks.kernels --json "$rows" --seconds $((limit - 30)) "${resume[@]}"
+    stage "kernels" "$limit" "$PYTHON" -m benchmarks.kernels --json "$rows" --seconds $((limit - 45)) "${resume[@]}"
     status=$?
     resume=(--resume)
     case $status in
