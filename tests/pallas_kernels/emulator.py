@@ -80,6 +80,8 @@ INSTRUCTIONS = {
     "fma.rn.f16x2": on_halves(lambda a, b, c: a * b + c),
     "fma.rn.f32": on_floats(lambda a, b, c: a * b + c),
     "ex2.approx.ftz.f32": on_floats(np.exp2),
+    "cos.approx.ftz.f32": on_floats(np.cos),
+    "sin.approx.ftz.f32": on_floats(np.sin),
 }
 
 

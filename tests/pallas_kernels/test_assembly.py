@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels import test_decode, test_matvec, test_nonuniform, test_quantize
+from tests.pallas_kernels import test_decode, test_lookup, test_matvec, test_nonuniform, test_polar, test_quantize
 from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
 from tests.pallas_kernels.kernel_cases import kernel_cases
 
@@ -24,6 +24,17 @@ def test_attention_over_groups_equals_the_reference(case):
 @pytest.mark.parametrize("case", test_nonuniform.CASES[:3], ids=lambda case: case.id)
 def test_attention_over_tables_and_keys_before_rope_equals_the_reference(case):
     test_nonuniform.check_attention(case, test_nonuniform.SHORT, test_nonuniform.TUNING, ASSEMBLY)
+
+
+@pytest.mark.parametrize("case", test_polar.CASES[:2], ids=lambda case: case.id)
+def test_attention_over_keys_in_polar_form_equals_the_reference(case):
+    test_polar.check_lengths(case, test_polar.tuned(64, 2), ASSEMBLY)
+
+
+@pytest.mark.parametrize("case", test_lookup.CASES[::2], ids=lambda case: case.id)
+def test_products_over_tables_equal_the_reference(case):
+    test_lookup.check_scores(case, ASSEMBLY)
+    test_lookup.check_values(case, ASSEMBLY)
 
 
 @kernel_cases("innerq1_sym_h128_g4", "kivi2_h64_g8_size64")
