@@ -106,9 +106,10 @@ def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> 
 
 
 def shared_bytes(k: Side, v: Side, channels: int, tile: int, stages: int) -> int:
-    """What a program takes of a multiprocessor's shared memory, estimated: within an eighth of what compiled kernels ask for, those with
-    tables apart, which registers limit. A tile of both sides for each stage but the one in registers, one more of exact values, which dots
-    read where they lie, and what rearranging takes."""
+    """What a program takes of a multiprocessor's shared memory, estimated: within an eighth of what most compiled kernels ask for. Those
+    with tables ask for more, but registers limit them; 2-bit keys in groups of 64 and 128 tokens for twice as much, 25 and 49 KB. A tile of
+    both sides for each stage but the one in registers, one more of exact values, which dots read where they lie, and what rearranging
+    takes."""
     keys, values = (row_bytes(side, channels) for side in (k, v))
     return (stages - 1) * tile * (keys + values) + (tile * values if isinstance(v, Dense) else 0) + OTHER_SHARED_BYTES
 
@@ -129,7 +130,10 @@ def _step(side: Side, channels: int) -> tuple[int, int]:
         tile, stages = _step(side.inner, channels)
         return (tile // 2 if isinstance(side.inner, Codebook) and side.inner.planes.bits == 4 else min(tile, 8192 // channels)), stages
     if isinstance(side, Grouped):
-        return _STEPS.get((channels, side.planes.bits), ((128, 3), (128, 3)))[side.centre is None]
+        tile, stages = _STEPS.get((channels, side.planes.bits), ((128, 3), (128, 3)))[side.centre is None]
+        # two groups of 64 with zeros spill in the loop, where one does not, nor do four of 32
+        halved = side.axis == "tokens" and side.group == 64 and side.centre is None
+        return (min(tile, 64) if halved else tile), stages
     if isinstance(side, Polar):
         return 4096 // channels, 3
     return 8192 // channels, 2 if isinstance(side, Codebook) and side.planes.bits == 4 else 3

@@ -1,4 +1,4 @@
-"""More kernels whose machine code is watched: keys in polar form, and the fused quantizer where its groups run over channels.
+"""More kernels whose machine code is watched: keys in polar form or in long groups, the fused quantizer where groups run over channels.
 
 Where they run over tokens the quantizer passes over a group two times, or three where entries are not finite, in loops of a few tokens: no
 one loop is the kernel, and which of them run is in the data. tests/aot/test_other_kernels.py caps its registers.
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.machine_code.cases import BATCH, GROUP, KV_HEADS, TOKENS, Case, Limits
+from benchmarks.machine_code.cases import BATCH, GROUP, KV_HEADS, OUTER, TOKENS, Case, Limits, attention_case
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import KernelReport
 from benchmarks.machine_code.sass import Function, Loop, assemble, loops
@@ -139,6 +139,12 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
     )
 
 
+def _kivi(bits: int, size: int, channels: int = 128, **limits: Any) -> Case:
+    """Keys in groups of more tokens than a span."""
+    k, v = (GroupFormat(bits, "asym", axis, size if axis == "tokens" else 32, channels, size) for axis in OUTER)
+    return attention_case(f"kivi, {bits}-bit, groups of {size} tokens", k, v, channels, plain_loads_allowed=True, **limits)
+
+
 def _limits(instructions: float, alu: float, share: float, spill_bytes: int = 64) -> Limits:
     return {"cap_instructions": instructions, "cap_alu": alu, "min_share": share, "cap_spill_bytes": spill_bytes}
 
@@ -154,6 +160,9 @@ OTHER_CASES: tuple[Case, ...] = (
     _polar(4, 4, 128, "jnp", 256, **_limits(12.7, 2.87, 0.68)),
     _polar(4, 4, 128, "asm", value_bits=4, **_limits(5.01, 1.41, 0.79)),
     _polar(4, 4, 128, "jnp", value_bits=4, **_limits(13.4, 2.96, 0.3)),
+    _kivi(2, 64, **_limits(2.73, 0.95, 0.86)),
+    _kivi(2, 128, **_limits(2.47, 0.88, 0.91)),
+    _kivi(4, 128, **_limits(2.66, 0.9, 1.0)),
     _quantizer(2, "sym", **_limits(17.9, 6.35, 0.94)),
     _quantizer(2, "asym", **_limits(15.4, 4.07, 1.0)),
     _quantizer(2, "hybrid", **_limits(36.1, 7.31, 0.48, 130)),

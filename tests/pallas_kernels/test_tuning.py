@@ -49,6 +49,12 @@ def test_as_many_programs_run_as_their_tiles_leave_room_for(sides, channels, pro
     assert estimate == pytest.approx(kilobytes * 1024, rel=0.13)
 
 
+@pytest.mark.parametrize(("size", "tile"), [(32, 128), (64, 64), (128, 128)])
+def test_no_step_holds_two_groups_of_64_tokens(size, tile):
+    k, v = side_of(format_of(2, "asym", "tokens", 128, size), 128), side_of(format_of(2, "asym", "channels", 128), 128)
+    assert tuning_for(k, v, 128, 8, 16384).tile == tile
+
+
 @pytest.mark.parametrize(("cores", "few", "many"), [(132, 66, 9), (108, 54, 7), (16, 8, 1)])
 def test_splits_fill_the_cores_of_a_device(cores, few, many):
     tuning = Tuning(tile=64, cores=cores, resident=8)
