@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from benchmarks.machine_code.cases import BATCH, GROUP, KV_HEADS, OUTER, TOKENS, Case, Limits, attention_case
 from benchmarks.machine_code.compile import compile_for
-from benchmarks.machine_code.report import KernelReport
-from benchmarks.machine_code.sass import Function, Loop, assemble, loops
+from benchmarks.machine_code.report import KernelReport, measure
+from benchmarks.machine_code.sass import Function, Loop, loops
 from benchmarks.machine_code.target import Target
 from kvq_jax import polar, quantized
 from kvq_jax.attention.kernel_sides import dense, grouped
@@ -75,29 +75,16 @@ class WholeKernel(Case):
         """ValueError where the kernel has a loop."""
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
-        assembly = assemble(kernel.ptx, kernel.name, target.architecture)
-        if found := loops(assembly.function):
-            raise ValueError(f"{kernel.name} has {len(found)} loops: an instruction may run more than once")
-        indices = shortest_way(assembly.function)
-        body = Loop(indices, tuple(assembly.function.instructions[i] for i in indices))
-        counts = body.counts()
-        shared_bytes = kernel.shared_bytes + assembly.shared_bytes
-        return KernelReport(
-            name=self.name,
-            kernel=kernel.name,
-            target=target.name,
-            registers=assembly.registers,
-            spill_bytes=assembly.spill_bytes,
-            shared_bytes=shared_bytes,
-            threads=kernel.threads,
-            warps_per_sm=target.warps_per_sm(assembly.registers, kernel.threads, shared_bytes),
-            loop=counts,
-            loop_spills=counts.get("spill", 0),
-            plain_loads=body.plain_loads,
-            loop_multiply_adds=body.multiply_adds * kernel.threads // 32,
-            elements_per_iteration=self.elements_per_iteration,
-            stored_bits=self.stored_bits,
-        )
+        elements, bits = self.elements_per_iteration, self.stored_bits
+        return measure(self.name, kernel, target, elements_per_iteration=elements, stored_bits=bits, part=straight)
+
+
+def straight(function: Function) -> Loop:
+    """The shortest way through a kernel. ValueError where it has a loop."""
+    if found := loops(function):
+        raise ValueError(f"{function.name} has {len(found)} loops: an instruction may run more than once")
+    indices = shortest_way(function)
+    return Loop(indices, tuple(function.instructions[i] for i in indices))
 
 
 def shortest_way(function: Function) -> tuple[int, ...]:

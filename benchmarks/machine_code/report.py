@@ -7,13 +7,13 @@ import datetime
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks.machine_code.compile import Kernel
-from benchmarks.machine_code.sass import assemble, main_loop
+from benchmarks.machine_code.sass import Function, Loop, assemble, main_loop
 from benchmarks.machine_code.target import TARGETS, Target
 from benchmarks.machine_code.tools import tool_version
 
@@ -109,10 +109,18 @@ class KernelReport:
         return cls(**{name: value for name, value in fields.items() if name != "derived"})
 
 
-def measure(name: str, kernel: Kernel, target: Target, *, elements_per_iteration: int, stored_bits: float) -> KernelReport:
-    """Assembles a compiled kernel and counts its main loop."""
+def measure(
+    name: str,
+    kernel: Kernel,
+    target: Target,
+    *,
+    elements_per_iteration: int,
+    stored_bits: float,
+    part: Callable[[Function], Loop] = main_loop,
+) -> KernelReport:
+    """Assembles a compiled kernel and counts its main loop, or another part."""
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
-    loop = main_loop(assembly.function)
+    loop = part(assembly.function)
     counts = loop.counts()
     shared_bytes = kernel.shared_bytes + assembly.shared_bytes
     return KernelReport(

@@ -17,27 +17,13 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Entry, Suite
-from benchmarks.quality.report import QualityReport, QualityRow, Text
+from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
 from kvq_jax.methods.kvquant.accounting import paper_bits
 from models import EMBEDDED, Llama, load_llama, prepare
 from models.calibration.fit import calibrate
 from models.calibration.needs import needs
 from models.evaluation import measure
 from models.stress import stressed
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What one cache of one variant came to; the fields of a row that do not say where it stands."""
-
-    stored_bits: float
-    paper_bits: float | None
-    outlier_fraction: float
-    cache_bytes: int
-    tokens: int
-    nats: float
-    kl: float
-    agreement: float
 
 
 class Bench:

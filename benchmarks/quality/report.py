@@ -12,16 +12,10 @@ from benchmarks.quality.comparison import PLAIN
 
 
 @dataclasses.dataclass(frozen=True)
-class QualityRow:
-    """One cache of one variant of the model. Bits are of a body element: as stored, and by the KVQuant paper's rule (None where it says
-    nothing). cache_bytes are those of one window, exact tokens included."""
+class Measured:
+    """What one cache of one variant of the model came to. Bits are of a body element: as stored, and by the KVQuant paper's rule (None
+    where it says nothing). cache_bytes are those of one window, exact tokens included."""
 
-    table: str
-    cells: tuple[str, ...]
-    column: str
-    cache: str
-    other_text: bool
-    variant: str
     stored_bits: float
     paper_bits: float | None
     outlier_fraction: float
@@ -34,6 +28,18 @@ class QualityRow:
     @property
     def perplexity(self) -> float:
         return math.exp(self.nats)
+
+
+@dataclasses.dataclass(frozen=True)
+class QualityRow(Measured):
+    """With its place in a table."""
+
+    table: str
+    cells: tuple[str, ...]
+    column: str
+    cache: str
+    other_text: bool
+    variant: str
 
 
 @dataclasses.dataclass(frozen=True)
