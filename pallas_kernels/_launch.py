@@ -16,8 +16,8 @@ from jax.experimental.pallas import triton as plt
 
 Arithmetic = Literal["jnp", "asm"]
 
-# Inline assembly halves the instructions of a loop (docs/kernels.md), but it cannot be interpreted: it stays off by default until a
-# committed result of a GPU shows that it computes the same.
+# Inline assembly halves the instructions of a loop (docs/kernels.md), but only the emulator of the tests interprets it, and that is no GPU:
+# it stays off by default until a committed result of a GPU shows that it computes the same.
 DEFAULT_ARITHMETIC: Arithmetic = "jnp"
 
 
