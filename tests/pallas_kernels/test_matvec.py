@@ -23,6 +23,8 @@ TOLERANCE = 3e-3
 INTERPRETED_CASES = (
     "innerq1_sym_h128_g4",
     "innerq2_asym_h64_g7",
+    "innerq2_hybrid_h128_g1",
+    "innerq3_sym_h256_g8",
     "kivi2_h64_g8_size64",
     "kivi3_h64_g1_size32",
     "kivi8_h64_g16_size32",
