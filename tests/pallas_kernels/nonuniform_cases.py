@@ -108,18 +108,22 @@ def slots(rng: np.random.Generator, count: int, batch: int, tokens: int, width: 
     return np.ascontiguousarray(np.swapaxes(index, 1, 2)), np.ascontiguousarray(np.swapaxes(residual, 1, 2))
 
 
-def spoiled(side: Stored, limits: Sequence[int]) -> list[np.ndarray]:
-    """The arrays with everything overwritten that no token below a row's limit reads: words and indices by ones, floats by NaN."""
-    sets, found = len(layout_of(side.format, side.dense.shape[-1]).sets), []
-    per_row = side.dense.shape[2] // side.arrays[0].shape[2]
+def spoiled(side: Stored, limits: Sequence[int], bits: int) -> list[np.ndarray]:
+    """The arrays with everything overwritten that no token below a row's limit reads: words by ones, fp16 numbers by `bits`, and indices by
+    channels of every head, for the residual of an unused slot would not be read at all."""
+    _, heads, tokens, channels = side.dense.shape
+    format, found = side.format, []
+    sets, per_row = len(layout_of(format, channels).sets), tokens // side.arrays[0].shape[2]
+    index = len(side.arrays) - (4 if format.pre_rope else 2) if format.slots else None
     for i, array in enumerate(side.arrays):
         array = np.array(array)
         if i < sets:
             for b, limit in enumerate(limits):
                 array[b, :, -(-limit // 32) * 32 // per_row :] = -1
         elif array.ndim > 2:  # a token's statistics, [B, K, groups, S]; indices and residuals, [B, E, S]
+            garbage = np.arange(format.slots)[:, None] * (heads * channels // format.slots) if i == index else bits
             for b, limit in enumerate(limits):
-                array[b, ..., limit:] = 0x7FFF
+                array[b, ..., limit:] = garbage
         found.append(array)
     return found
 

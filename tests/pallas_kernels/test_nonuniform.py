@@ -29,6 +29,7 @@ LONG = Lengths(608, (0, 1, 63, 64, 129, 577, 608))  # several splits, as they ar
 TUNING = Tuning(tile=64, cores=2 * HEADS * len(SHORT.limits), resident=1)
 TOLERANCE = 5e-3
 INTERPRETED = Launch(interpret=True)
+GARBAGE = (0x7FFF, 0x7C00, 0x7BFF)  # in fp16 NaN, infinity, and the largest number, of which two are infinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +99,16 @@ def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: La
 
 
 def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
-    sides = case.sides(lengths)
-    clean, dirty = [side.arrays for side in sides], [spoiled(side, lengths.limits) for side in sides]
-    np.testing.assert_array_equal(*(outputs(case, arrays, lengths, tuning, how) for arrays in (dirty, clean)))
-    less = dataclasses.replace(lengths, limits=tuple(max(n - 32, 0) for n in lengths.limits))
-    further = [spoiled(side, less.limits) for side in sides]
-    assert not np.array_equal(outputs(case, further, lengths, tuning, how), outputs(case, clean, lengths, tuning, how)), (
-        "nothing was spoiled"
-    )
+    """What lies at a row's limit and behind it changes no bit, whatever it is."""
+    sides, less = case.sides(lengths), tuple(max(n - 32, 0) for n in lengths.limits)
+    arrays = [side.arrays for side in sides]
+    clean = outputs(case, arrays, lengths, tuning, how)
+    for bits in GARBAGE:
+        dirty, further = ([spoiled(side, limits, bits) for side in sides] for limits in (lengths.limits, less))
+        for before, after in zip(jax.tree.leaves(arrays), jax.tree.leaves(dirty), strict=True):
+            assert before.ndim <= 2 or (before != after).any(), "an array of tokens was not spoiled"
+        np.testing.assert_array_equal(outputs(case, dirty, lengths, tuning, how), clean, err_msg=f"{bits:#x}")
+        assert not np.array_equal(outputs(case, further, lengths, tuning, how), clean), f"{bits:#x}: nothing was spoiled"
 
 
 @each
