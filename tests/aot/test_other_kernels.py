@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble
-from benchmarks.machine_code.target import A100, H200
+from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
 from kvq_jax.attention.kernel_sides import grouped
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.quantized import GroupFormat
-from pallas_kernels._launch import Launch
+from pallas_kernels._launch import LAUNCH, Launch
+from pallas_kernels.outliers import TOKENS, outlier_scores, turn
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.sides import Grouped
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 
 
-@pytest.mark.parametrize("target", [H200, A100], ids=lambda target: target.name)
+on_both_gpus = pytest.mark.parametrize("target", [H200, A100], ids=lambda target: target.name)
+
+
+@on_both_gpus
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
 @pytest.mark.parametrize(
     ("scheme", "bits", "axis", "most_spills"),
     [
@@ -31,12 +38,37 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missin
         ("hybrid", 2, "tokens", 64),
     ],
 )
-def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_spills, target):
+def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_spills, arithmetic, target):
     side = grouped(GroupCodec("k", GroupFormat(bits, scheme, axis, 32, 128, 32)))
     assert isinstance(side, Grouped)
     rows = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
-    program = compile_for(target, lambda rows: quantize_rows(rows, side, scheme, bits, how=Launch("asm")), (rows,))
+    program = compile_for(target, lambda rows: quantize_rows(rows, side, scheme, bits, how=Launch(arithmetic)), (rows,))
     kernel = program.kernel(f"quantize_{scheme}_{axis}")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes <= most_spills, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     assert 32 < assembly.registers <= 255
+
+
+def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None = None) -> int:
+    """Bytes, of 11 slots and four query heads; with no more registers for a thread than are given. (The kernel takes 27 to 32.)"""
+    q, positions = jax.ShapeDtypeStruct((2, 8, 4, 128), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    slots, limits = jax.ShapeDtypeStruct((2, 11, 4096), jnp.uint16), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def scores(q, index, residual, limits, frequencies):
+        return outlier_scores(q, index, residual, limits, turn(frequencies, 5, 4096) if turned else None, LAUNCH)
+
+    kernel = compile_for(target, scores, (q, slots, slots, limits, positions)).kernel("outlier_scores")
+    assert kernel.threads == TOKENS, "a thread for each token"
+    ptx = kernel.ptx if registers is None else re.sub(r"(?=^\.(?:req|max)ntid)", f".maxnreg {registers}\n", kernel.ptx, flags=re.MULTILINE)
+    return assemble(ptx, kernel.name, target.architecture).spill_bytes
+
+
+@on_both_gpus
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "before_rope"])
+def test_scores_of_outliers_are_kept_in_registers(turned, target):
+    assert spills_of_outlier_scores(target, turned) == 0
+
+
+def test_spills_of_a_kernel_with_too_few_registers_are_counted():
+    """Negative control: the kernels above would fail if they spilled."""
+    assert spills_of_outlier_scores(H200, turned=True, registers=16) > 0
