@@ -17,6 +17,7 @@ import hashlib
 import json
 import pathlib
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+import kvq_jax as kvq
 from models import EMBEDDED, Llama, conversion, load_llama, prepare
+from models.calibration.fit import calibrate
+from models.calibration.needs import needs
 from models.evaluation import Quality, measure
 from models.llama import abstract_llama
 from models.stress import Stress, stressed
 
 PASSAGE = pathlib.Path(__file__).parents[1] / "models" / "cli" / "passage.txt"
 SLOW_PAIRS = 2  # of each head
+SAMPLES, CALIBRATED = 16, 1024  # calibration samples, and their tokens
 WINDOWS = "sink=0,recent=32,block=32"
 CACHES = {  # what shares a scale among keys, and the cache
     "int4": ("a token, all heads", f"int4:{WINDOWS}"),
@@ -44,6 +49,8 @@ CACHES = {  # what shares a scale among keys, and the cache
     "kivi 4, keys before RoPE": ("32 tokens of a channel", f"kivi:bits=4,pre_rope=true,{WINDOWS}"),
     "kivi 2": ("32 tokens of a channel", f"kivi:bits=2,{WINDOWS}"),
     "squat 2": ("32 tokens of a channel", f"squat:bits=2,{WINDOWS}"),
+    "squat_pre 2": ("32 tokens of a channel", f"squat_pre:bits=2,{WINDOWS}"),
+    "kvquant 3": ("a channel, calibrated", f"kvquant:bits=3,{WINDOWS}"),
     "polarquant 4 + 4": ("32 tokens of a pair", f"polarquant:group_size=32,{WINDOWS}"),
     "xquant 4": ("latents, without the bias", f"xquant:group_size=32,{WINDOWS}"),
 }
@@ -80,6 +87,7 @@ class BiasReport:
     model: str
     jax_version: str
     text: str
+    calibration_text: str
     text_sha256: str
     windows: int
     window: int
@@ -129,22 +137,39 @@ def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
     return conversion.replace_weights(abstract_llama(biased), weights)
 
 
-def through(llama: Llama, spec: str, rows: Int[Array, "B T"], prompt: int) -> Quality:
-    return measure(prepare(llama, spec), spec, rows, prompt)
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What is scored, and what caches that need it are calibrated on."""
+
+    rows: Int[Array, "B T"]
+    prompt: int
+    calibration: Int[np.ndarray, " S"]
+
+    def prepared(self, llama: Llama, cache: str) -> Llama:
+        """With what the cache needs. ValueError where the model or the cache refuses."""
+        spec = kvq.parse(cache)
+        if not needs(spec, llama.config):
+            return prepare(llama, spec)
+        with tempfile.TemporaryDirectory() as work:
+            length = min(CALIBRATED, len(self.calibration) // 2)
+            return prepare(llama, spec, calibrate(llama, self.calibration, spec, samples=SAMPLES, length=length, work=work))
+
+    def through(self, llama: Llama, cache: str) -> Quality:
+        return measure(self.prepared(llama, cache), cache, self.rows, self.prompt)
 
 
-def measured(models: dict[str, tuple[Llama, Llama]], label: str, rows: Int[Array, "B T"], prompt: int) -> BiasRow:
+def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -> BiasRow:
     """One cache of `CACHES` through all models; `models` are (plain, biased) by the variant's name."""
     shares, cache = CACHES[label]
     option, refused = f"{cache},subtract_bias=true", ""
     try:
-        prepare(models["wide"][1], option)
+        texts.prepared(models["wide"][1], option)
     except ValueError as error:
         refused = str(error)
 
     def variant(plain: Llama, biased: Llama) -> Variant:
-        subtracted = None if refused else through(biased, option, rows, prompt)
-        return Variant(through(plain, cache, rows, prompt), through(biased, cache, rows, prompt), subtracted)
+        subtracted = None if refused else texts.through(biased, option)
+        return Variant(texts.through(plain, cache), texts.through(biased, cache), subtracted)
 
     return BiasRow(label, shares, cache, refused, **{name: variant(*pair) for name, pair in models.items()})
 
@@ -153,17 +178,21 @@ def run(options: argparse.Namespace) -> BiasReport:
     """ValueError where the model cannot have a key bias, or the text is too short."""
     llama, tokenizer = load_llama(options.model, dtype="float32")
     text = options.text.read_text(encoding="utf-8")
-    rows = text_windows(np.asarray(tokenizer(text, verbose=False).input_ids, np.int32), options.windows, options.window)
+    scored, calibration = (
+        np.asarray(tokenizer(found, verbose=False).input_ids, np.int32)
+        for found in (text, options.calibration_text.read_text(encoding="utf-8"))
+    )
+    texts = Texts(text_windows(scored, options.windows, options.window), options.prompt, calibration)
     models = {
         "wide": (stressed(llama, Stress(key_bias=0.0)), stressed(llama, Stress(key_bias=options.key_bias, seed=options.seed))),
         "slow": (llama, with_slow_bias(llama, options.key_bias, options.seed)),
     }
     exact = {"plain": llama, **{name: biased for name, (_, biased) in models.items()}}
-    perplexities = {name: through(model, "dense", rows, options.prompt).perplexity for name, model in exact.items()}
+    perplexities = {name: texts.through(model, "dense").perplexity for name, model in exact.items()}
     print("exact perplexity:", ", ".join(f"{name} {value:.4f}" for name, value in perplexities.items()), file=sys.stderr, flush=True)
     found = []
     for label in CACHES:
-        found.append(measured(models, label, rows, options.prompt))
+        found.append(measured(models, label, texts))
         for name in models:
             kls = (f"{what} {quality['kl']:.5f}" for what, quality in dataclasses.asdict(getattr(found[-1], name)).items() if quality)
             print(f"{label:26s} {name}: KL {', '.join(kls)}", file=sys.stderr, flush=True)
@@ -174,6 +203,7 @@ def run(options: argparse.Namespace) -> BiasReport:
         model="the embedded Llama" if options.model == EMBEDDED else options.model.name,
         jax_version=jax.__version__,
         text=options.text.name,
+        calibration_text=options.calibration_text.name,
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         windows=options.windows,
         window=options.window,
@@ -189,6 +219,7 @@ def _command(options: argparse.Namespace) -> str:
     """The command line, with files by their names."""
     files = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
     files += [] if options.text == PASSAGE else [f"--text {options.text.name}"]
+    files += [] if options.calibration_text == PASSAGE else [f"--calibration-text {options.calibration_text.name}"]
     sizes = (f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("key_bias", "windows", "window", "prompt", "seed"))
     return " ".join(["python -m benchmarks.key_bias", *files, *sizes, f"--json {options.json.name}"])
 
@@ -202,6 +233,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
     made.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="a Hugging Face directory")
     made.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what is scored")
+    made.add_argument(
+        "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what caches that need it are calibrated on"
+    )
     made.add_argument("--key-bias", type=float, default=100.0, help="magnitude of the constant")
     made.add_argument("--windows", type=int, default=4, help="windows of the text")
     made.add_argument("--window", type=int, default=512, help="tokens of a window")

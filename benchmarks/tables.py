@@ -137,11 +137,12 @@ def key_bias_section(report: BiasReport, name: str) -> str:
             f"## {report.title}",
             f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}, float32; {report.windows} windows of "
             f"{report.window} tokens of {report.text}, the first {report.prompt} of each a prompt and not scored. KL is from the exact "
-            f"outputs of the same model. Raw numbers: [{name}]({name}).",
+            f"outputs of the same model. KVQuant is calibrated on {report.calibration_text}. Raw numbers: [{name}]({name}).",
             f"Unread: `kvq stress --key-bias {report.key_bias:g}`, heads of twice the width with constants that no query reads; "
             f"exact perplexity {exact['plain']} without them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest RoPE "
             f"pairs of every head, which queries read; exact perplexity {exact['slow']}. Refused: the cache holds no keys, and adds their "
-            "bias when it rebuilds them.",
+            "bias when it rebuilds them. SQuat's two numbers without a bias differ because its lam weighs squares of queries, which heads "
+            "of twice the width double.",
             table(BIAS_HEADER, map(_bias_line, report.rows)),
         )
     )

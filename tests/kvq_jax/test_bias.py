@@ -23,6 +23,7 @@ SPECS = (
     "kivi:bits=3,pre_rope=true,block=16",
     "polarquant:group_size=16",
     "squat:block=16",
+    "squat_pre:block=16",
 )
 TOKENS = 64
 HEADS, WIDTH = DIMS.num_key_value_heads, DIMS.head_dim
