@@ -67,7 +67,7 @@ def test_all_stages_run_on_cuda_within_ten_minutes(tmp_path: pathlib.Path):
     tests, kernels, steps = (arguments for _, arguments in found.calls)
     assert "-m gpu" in tests
     assert "-n 12" in tests
-    for name in ("decode", "matvec", "nonuniform", "lookup", "polar", "quantize"):
+    for name in ("decode", "matvec", "nonuniform", "lookup", "parts_of_groups", "polar", "quantize"):
         assert f"tests/pallas_kernels/test_{name}.py" in tests
     assert f"--json {tmp_path}/results/kernels_stub.json" in kernels
     assert f"--json {tmp_path}/results/step_stub.json" in steps
