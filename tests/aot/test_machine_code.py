@@ -7,10 +7,12 @@ import pathlib
 
 import pytest
 
+from benchmarks.instructions import WATCHED
 from benchmarks.machine_code import sass, tools
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
 from benchmarks.machine_code.sass import Instruction
-from benchmarks.machine_code.target import A100, H200
+from benchmarks.machine_code.target import A100, H200, TARGETS
+from benchmarks.tables import RESULTS
 
 # What `nvdisasm -c` prints, shortened: an outer loop over splits (1) with a main loop (2) and its masked copy (3), then a loop without
 # matrix instructions (5) and the endless loop after the end (6). The main loop skips an instruction (4) and has an exit for diverged warps
@@ -205,3 +207,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RuntimeError, match=r"CUDA plugin is missing.*extra `aot`"):
         tools.cuda_plugin()
     assert "CUDA plugin is missing" in tools.missing()
+
+
+def test_the_committed_counts_are_of_the_cases_and_within_their_limits():
+    """Both targets, every case: what a test that compiles can afford only for some."""
+    rows = {(row.name, row.target): row for row in Instructions.read(RESULTS / "instructions.json").rows}
+    assert set(rows) == {(case.name, target) for case in WATCHED for target in TARGETS}
+    failures = [line for case in WATCHED for target in TARGETS for line in case.failures(rows[case.name, target])]
+    assert not failures, "\n".join(failures)
