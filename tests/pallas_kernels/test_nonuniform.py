@@ -40,16 +40,17 @@ class Case:
     k: Format
     v: Format
 
-    @functools.cache  # noqa: B019  # cases live as long as the module
-    def sides(self, lengths: Lengths) -> tuple[Stored, Stored]:
-        rows = len(lengths.limits)
-        k, v = (stored(f, self.head_dim, rows, HEADS, lengths.capacity, i) for i, f in enumerate((self.k, self.v)))
-        return k, v
-
     @functools.cached_property
     def q(self) -> jax.Array:
         shape = (len(SHORT.limits), HEADS, self.group, self.head_dim)
         return jnp.asarray(np.random.default_rng(9).standard_normal(shape) * 0.5, jnp.float32)
+
+
+@functools.cache
+def sides_of(case: Case, lengths: Lengths) -> tuple[Stored, Stored]:
+    rows = len(lengths.limits)
+    k, v = (stored(f, case.head_dim, rows, HEADS, lengths.capacity, i) for i, f in enumerate((case.k, case.v)))
+    return k, v
 
 
 CASES = (
@@ -64,7 +65,7 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 @functools.partial(jax.jit, static_argnames=("case", "lengths", "tuning", "how"))
 def attend(case: Case, q, k, v, limits, lengths, tuning, how):
-    sides = case.sides(lengths)
+    sides = sides_of(case, lengths)
     keys, values = (sides[0].side, k), (sides[1].side, v)
     return decode_attention(q, keys, values, limits, capacity=lengths.capacity, tuning=tuning, how=how)
 
@@ -74,7 +75,7 @@ def outputs(case: Case, arrays, lengths: Lengths, tuning: Tuning | None, how: La
 
 
 def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
-    (k, v), limits = case.sides(lengths), lengths.limits
+    (k, v), limits = sides_of(case, lengths), lengths.limits
     found = outputs(case, (k.arrays, v.arrays), lengths, tuning, how)
     wanted = reference(case.q, k.rows(), v.rows(), limits)
     errors = row_errors(found, wanted).max(axis=(1, 2))
@@ -100,7 +101,7 @@ def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: La
 
 def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
     """What lies at a row's limit and behind it changes no bit, whatever it is."""
-    sides, less = case.sides(lengths), tuple(max(n - 32, 0) for n in lengths.limits)
+    sides, less = sides_of(case, lengths), tuple(max(n - 32, 0) for n in lengths.limits)
     arrays = [side.arrays for side in sides]
     clean = outputs(case, arrays, lengths, tuning, how)
     for bits in GARBAGE:
@@ -159,7 +160,7 @@ def test_what_the_kernels_cannot_read_has_a_reason():
 
 def structs_of(case: Case):
     q, limits = jax.ShapeDtypeStruct(case.q.shape, jnp.float32), jax.ShapeDtypeStruct((len(LONG.limits),), jnp.int32)
-    return q, *(structs(side.arrays) for side in case.sides(LONG)), limits
+    return q, *(structs(side.arrays) for side in sides_of(case, LONG)), limits
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
