@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float16, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels._launch import Launch
-from pallas_kernels.lookup import Words
+from pallas_kernels.arithmetic import Half, half_multiply_add, joined, multiply_add
 from pallas_kernels.outliers import Turn, outlier_scores, outlier_values
 from pallas_kernels.parts import LOG2E, add_up, by_slots, dot, query_planes, token_statistic
-from pallas_kernels.planes import Planes, half_multiply_add, multiply_add
+from pallas_kernels.planes import Planes
 from pallas_kernels.sides import Rows, Side
-from pallas_kernels.table import Looked, Table, byte_planes, in_registers
+from pallas_kernels.table import Looked, Table, byte_planes, in_both_halves, in_registers
 from pallas_kernels.tile import Tile
+from pallas_kernels.words import read_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,11 @@ class Codebook(Side):
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        looked, found = self._look_up(refs, tile, asm), []
+        looked, found = self._look_up(refs, tile, 1, asm), []
         for slot in range(self.slots):
             total = None
             for group, chunks in enumerate(self._groups):
-                part = add_up(dot(looked.plane(slot, c), query[0][c], (1, 1)) for c in chunks)
+                part = add_up(dot(joined(looked.plane(slot, c)), query[0][c], (1, 1)) for c in chunks)
                 if self.affine == "channels":
                     total = part + query[1][...][None, :]
                     continue
@@ -115,7 +116,7 @@ class Codebook(Side):
         return found
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
-        looked, sums = self._look_up(refs, tile, asm), list(sums)
+        looked, sums = self._look_up(refs, tile, 0, asm), list(sums)
         for slot, w in enumerate(weights):
             for group, chunks in enumerate(self._groups):
                 if self.affine == "channels":
@@ -128,20 +129,20 @@ class Codebook(Side):
                     values = looked.plane(slot, c)
                     if self.affine == "channels":
                         values = self._affine(values, refs, slot, c, tile, asm)
-                    sums[c] = sums[c] + shift + dot(values, half, (0, 0))
+                    sums[c] = sums[c] + shift + dot(joined(values), half, (0, 0))
         return sums
 
-    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
-        looked = self._look_up(refs, tile, asm)
+    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
+        looked = self._look_up(refs, tile, 1, asm)
         return lambda slot, chunk: self._affine(looked.plane(slot, chunk), refs, slot, chunk, tile, asm)
 
-    def _look_up(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Looked:
+    def _look_up(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> Looked:
         table, planes = refs[self._sets], refs[self._sets + 1]
-        entries = [table[i] for i in range(1 << self.planes.bits)] if not asm else []
+        entries = [in_both_halves(table[i]) for i in range(1 << self.planes.bits)] if not asm else []
         words = [in_registers(planes[i]) for i in range(planes.shape[0])] if asm else []
-        return Looked.up(Words.read(refs, self.planes, tile), self.planes, Table(entries, words), asm)
+        return Looked.up(read_words(refs, self.planes, tile, axis, asm), self.planes, Table(entries, words))
 
-    def _affine(self, entries: Array, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Array:
+    def _affine(self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
         if self.affine == "channels":
             at = slice(self.planes.width * chunk, self.planes.width * (chunk + 1))
             scale, zero = (s[at][None, :] for s in refs[self._sets + 2 :][:2])

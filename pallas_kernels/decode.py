@@ -25,9 +25,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
+from pallas_kernels.arithmetic import exp2
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.parts import LOG2E
-from pallas_kernels.planes import exp2
 from pallas_kernels.polar import Polar
 from pallas_kernels.rotary import Rotated
 from pallas_kernels.sides import Dense, Grouped, Side

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from pallas_kernels.planes import multiply_add
+from pallas_kernels.arithmetic import multiply_add
 from pallas_kernels.sides import Grouped
 
 Scheme = Literal["asym", "sym", "hybrid"]

@@ -17,11 +17,12 @@ import numpy as np
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.lookup import Bit, Words, code_bits, number
+from pallas_kernels.arithmetic import Half, by_halves, joined, multiply_add, subtract_scale_add
 from pallas_kernels.parts import add_up, channel_statistic, dot, for_tokens, query_planes
-from pallas_kernels.planes import Planes, multiply_add, subtract_scale_add
+from pallas_kernels.planes import Planes
 from pallas_kernels.sides import Rows, Side
 from pallas_kernels.tile import Tile
+from pallas_kernels.words import Bit, Words, code_bits, read_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Polar(Side):
         return (query_planes(q, 2 * self.planes.chunks),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        words, statistics = Words.read(refs, self.planes, tile), refs[len(self.planes.sets) :]
+        words, statistics = read_words(refs, self.planes, tile, 1, asm), refs[len(self.planes.sets) :]
         pairs, found = self.planes.chunks, []
         for slot in range(self.slots):
             dots = []
@@ -71,10 +72,11 @@ class Polar(Side):
                 bits = code_bits(self.planes, slot, c)
                 of_radii, of_angles = (self._of_groups(refs, c, tile) for refs in (statistics[:2], statistics[2:]))
                 cos, sin = self._cos_sin(words, bits[: self.angle_bits], of_angles, asm)
-                code, bias = number(words, bits[self.angle_bits :], asm)
+                code, bias = words.number(bits[self.angle_bits :])
                 step, least = (for_tokens(s, code.shape[0]) for s in of_radii)
                 radius = subtract_scale_add(code, bias - 0.5, step, least, asm)
-                dots += [dot(radius * cos, query[0][c], (1, 1)), dot(radius * sin, query[0][pairs + c], (1, 1))]
+                first, second = by_halves(lambda r, cos, sin: (r * cos, r * sin), radius, cos, sin)
+                dots += [dot(joined(first), query[0][c], (1, 1)), dot(joined(second), query[0][pairs + c], (1, 1))]
             found.append(add_up(dots))
         return found
 
@@ -86,13 +88,18 @@ class Polar(Side):
 
     def _cos_sin(
         self, words: Words, bits: Sequence[Bit], of_groups: Sequence[Float16[Array, "groups 1 W"]], asm: bool
-    ) -> tuple[Float16[Array, "rows W"], Float16[Array, "rows W"]]:
-        code, bias = number(words, bits, asm)
+    ) -> tuple[Half, Half]:
+        code, bias = words.number(bits)
         step, least = (s.astype(jnp.float32) for s in of_groups)
         start = least - (bias - 0.5) * step  # of a group: the bias of a code then costs its elements nothing
         step, start = (for_tokens(s, code.shape[0]) for s in (step, start))
-        cos, sin = (approximate_cos_sin if asm else polynomial_cos_sin)(code.astype(jnp.float32), step, start)
-        return cos.astype(jnp.float16), sin.astype(jnp.float16)
+        cos_sin = approximate_cos_sin if asm else polynomial_cos_sin
+
+        def of_codes(code: Array, step: Array, start: Array) -> tuple[Array, Array]:
+            cos, sin = cos_sin(code.astype(jnp.float32), step, start)
+            return cos.astype(jnp.float16), sin.astype(jnp.float16)
+
+        return by_halves(of_codes, code, step, start)
 
 
 # Of cos(2 pi x) and sin(2 pi x) / x for |x| <= 1/2, in powers of x^2, lowest first: the least largest error, 4e-5 and 6e-6.

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels._launch import Launch
+from pallas_kernels.arithmetic import Half, by_halves, half2, joined
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.outliers import turn
 from pallas_kernels.parts import dot, query_planes
-from pallas_kernels.planes import half2
 from pallas_kernels.sides import Rows, Side
 from pallas_kernels.tile import SPAN, Tile
 
@@ -89,7 +89,8 @@ class Rotated(Side):
         """The queries of a chunk and of its partner, turned back by the position of the tile's start."""
         first, second = query[0][chunk], query[0][self.chunks[0] // 2 + chunk]
         cos, sin = (jnp.broadcast_to(table[tile.offset(SPAN), chunk][None, :], first.shape) for table in query[1:])
-        return rotated(first, second, cos, -sin, asm)
+        first, second = rotated(first, second, cos, -sin, asm)
+        return joined(first), joined(second)
 
     def _dots(
         self,
@@ -101,15 +102,15 @@ class Rotated(Side):
         chunk: int,
         asm: bool,
         total: Array,
-        first: Array,
-        second: Array,
+        first: Half,
+        second: Half,
     ) -> Float[Array, "rows GP"]:
         """`total`, plus the queries times the keys of a chunk and of its partner, which are rotated by their distance from the start."""
         width = self.chunks[1]
         at = pl.ds(0, tile.size // SPAN), slot, slice(None), pl.ds(width * chunk, width)
         cos, sin = (table[at].reshape(tile.size // self.slots, width) for table in (cosines, sines))
         first, second = rotated(first, second, cos, sin, asm)
-        return dot(second, q[1], (1, 1)) + (dot(first, q[0], (1, 1)) + total)
+        return dot(joined(second), q[1], (1, 1)) + (dot(joined(first), q[0], (1, 1)) + total)
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
         raise NotImplementedError("values have no positions")
@@ -123,12 +124,10 @@ def angle_tables(
     return jnp.cos(angles).astype(jnp.float16), jnp.sin(angles).astype(jnp.float16)
 
 
-def rotated(
-    first: Float16[Array, "rows W"], second: Float16[Array, "rows W"], cos: Array, sin: Array, asm: bool
-) -> tuple[Float16[Array, "rows W"], Float16[Array, "rows W"]]:
+def rotated(first: Half, second: Half, cos: Float16[Array, "rows W"], sin: Float16[Array, "rows W"], asm: bool) -> tuple[Half, Half]:
     """(first cos - second sin, second cos + first sin)."""
     if not asm:
-        return first * cos - second * sin, second * cos + first * sin
+        return by_halves(lambda x, y, cos, sin: (x * cos - y * sin, y * cos + x * sin), first, second, cos, sin)
     less = "{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $3, t; }"
     more = "{ .reg .b32 t; mul.rn.f16x2 t, $1, $4; fma.rn.f16x2 $0, $2, $3, t; }"
     return half2(less, first, second, cos, sin), half2(more, first, second, cos, sin)

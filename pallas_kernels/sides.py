@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,9 +25,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels._launch import Launch
+from pallas_kernels.arithmetic import Half, joined, multiply_add, subtract_scale, subtract_scale_add
 from pallas_kernels.parts import LOG2E, add_up, by_slots, channel_statistic, dot, for_tokens, query_planes, token_statistic
-from pallas_kernels.planes import Planes, codes, multiply_add, subtract_scale, subtract_scale_add
+from pallas_kernels.planes import Planes
 from pallas_kernels.tile import Tile
+from pallas_kernels.words import Words, read_words
 
 Rows = list[Float[Array, "rows GP"]]
 
@@ -80,7 +81,7 @@ class Side(abc.ABC):
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
         """`sums`, one for each chunk of channels, plus the weighted values of a tile. Weights of tokens that do not count are 0."""
 
-    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
+    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
         """What reads the rows of a tile in fp16: (slot, chunk) -> the slot's tokens, the chunk's channels. For keys that are rotated."""
         raise NotImplementedError(f"{type(self).__name__} does not give single rows")
 
@@ -134,25 +135,24 @@ class Grouped(Side):
         return planes, start, jnp.sum(sums.reshape(batch, heads, self._groups, p.chunks // self._groups, columns), axis=3)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        low, high, scale, zero = self._open(refs, tile)
+        words, scale, zero = self._open(refs, tile, 1, asm)
         q = [query[0][c] for c in range(self.planes.chunks)]
         found = []
         for slot in range(self.slots):
-            code = functools.partial(self._codes, low, high, slot, asm=asm)
             if self.axis == "channels":
-                found.append(self._partial_scores(code, q, query[1:], slot, scale, zero, tile, asm))
+                found.append(self._partial_scores(words, q, query[1:], slot, scale, zero, tile, asm))
             else:
-                dots = [dot(self._values(*code(c), scale, zero, slot, c, tile, asm), q[c], (1, 1)) for c in range(self.planes.chunks)]
-                found.append(add_up(dots))
+                values = (joined(self._values(words, scale, zero, slot, c, tile, asm)) for c in range(self.planes.chunks))
+                found.append(add_up(dot(value, q[c], (1, 1)) for c, value in enumerate(values)))
         return found
 
-    def _partial_scores(self, code: Any, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool) -> Array:
+    def _partial_scores(self, words: Words, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool) -> Array:
         """A scale multiplies a partial dot product of a whole group; the biases of its codes are that product's initial value."""
         total = None
         for group in range(self._groups):
             part = jnp.broadcast_to(start[0][slot, group][None, :], (tile.size // self.slots, q[0].shape[0]))
             for c in self._group_chunks(group):
-                part = dot(code(c)[0], q[c], (1, 1)) + part
+                part = dot(joined(words.codes(self.planes.field(slot, c))), q[c], (1, 1)) + part
             s = self._token_statistic(scale, group, slot, tile).astype(jnp.float32)[:, None]
             total = part * s if total is None else multiply_add(part, s, total, asm)
             if zero is not None:
@@ -162,31 +162,27 @@ class Grouped(Side):
         return total
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
-        low, high, scale, zero = self._open(refs, tile)
+        words, scale, zero = self._open(refs, tile, 0, asm)
         for slot, w in enumerate(weights):
             half = w.astype(jnp.float16)
             for c in range(self.planes.chunks):
-                values = self._values(*self._codes(low, high, slot, c, asm=asm), scale, zero, slot, c, tile, asm)
-                sums[c] = sums[c] + dot(values, half, (0, 0))
+                values = self._values(words, scale, zero, slot, c, tile, asm)
+                sums[c] = sums[c] + dot(joined(values), half, (0, 0))
         return sums
 
-    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Float16[Array, "rows W"]]:
-        low, high, scale, zero = self._open(refs, tile)
-        return lambda slot, chunk: self._values(*self._codes(low, high, slot, chunk, asm=asm), scale, zero, slot, chunk, tile, asm)
+    def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
+        words, scale, zero = self._open(refs, tile, 1, asm)
+        return lambda slot, chunk: self._values(words, scale, zero, slot, chunk, tile, asm)
 
-    def _open(self, refs: Sequence[Any], tile: Tile) -> tuple[list[Array], list[Array], Any, Any]:
-        """(low words, high words, scale ref, zero ref or None); words as W-wide tiles of [tile / slots] rows."""
-        p, sets = self.planes, len(self.planes.sets)
-        rows = pl.ds(tile.offset(self.slots), tile.size // self.slots)
-        read = [[refs[i][rows, pl.ds(p.width * j, p.width)] for j in range(p.tiles(bits))] for i, bits in enumerate(p.sets)]
-        return read[0], read[1] if sets == 2 else [], refs[sets], refs[sets + 1] if self.centre is None else None
+    def _open(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> tuple[Words, Any, Any]:
+        """(words, scale ref, zero ref or None)."""
+        sets = len(self.planes.sets)
+        return read_words(refs, self.planes, tile, axis, asm), refs[sets], refs[sets + 1] if self.centre is None else None
 
-    def _codes(self, low: list[Array], high: list[Array], slot: int, chunk: int, *, asm: bool) -> tuple[Array, int]:
+    def _values(self, words: Words, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
+        """The values [rows, W] of a chunk in fp16."""
         field = self.planes.field(slot, chunk)
-        return codes(low, high, field, asm), field.bias
-
-    def _values(self, h: Array, bias: int, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool) -> Array:
-        """The values [rows, W] of a chunk in fp16, from bias + code."""
+        h, bias = words.codes(field), field.bias
         if self.axis == "channels":
             group = chunk * self.planes.width // self.group
             s = self._token_statistic(scale, group, slot, tile)[:, None]

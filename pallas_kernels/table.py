@@ -7,7 +7,11 @@ each pair of neighbouring words. For a register of two words and each four field
     codes to nibbles     4 bits: none      3 bits: three, from two plane sets      2 bits: a mask, perhaps a shift
     two of the fields    selector (1), low bytes (1 or 2), high bytes (1 or 2), 16 entries: a mask (1) and two selections, fp16 pairs (2)
 
-    instructions per element: 2 / 3 / 4 bits   1.4 / 1.7 / 2.75;  with a tree of selects in array operations   7 / 13 / 23
+    instructions per element: 2 / 3 / 4 bits   1.4 / 1.7 / 2.75
+
+That is in assembly. In array operations an entry is chosen by the bits of its code, with a tree of selects on pairs: bit 0 halves the
+entries, bit 1 the rest, and so on, 2^bits - 1 selects for two elements. A table in memory cannot be indexed with a tile of codes: a gather
+for each element is what low-bit kernels must not do.
 
 Exact: entries are copied, bit for bit.
 """
@@ -19,12 +23,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float16, Int16, Int32
+from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
-from pallas_kernels.lookup import Words, chosen, code_bits
+from pallas_kernels.arithmetic import Half, Halves, out_of_pairs
 from pallas_kernels.planes import Planes
+from pallas_kernels.words import Bit, PairedWords, Words, code_bits
 
 BITS = (2, 3, 4)
 
@@ -38,10 +44,23 @@ def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead w
     return lax.bitcast_convert_type(words, jnp.int32).reshape(*table.shape[:-1], -1)
 
 
-class Table(NamedTuple):
-    """entries of the table in fp16, and the words of its `byte_planes`: scalars both, read once outside of a loop over fields."""
+def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]) -> Halves:
+    """entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given in both halves of 32 bits."""
+    for bit in bits:
+        mask = (words.moved(bit.set, bit.tile, bit.position) & np.uint32(0x10001)) * np.uint32(0xFFFF)
+        entries = [low ^ ((low ^ high) & mask) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+    [found] = entries
+    return out_of_pairs(found, words.axis)
 
-    entries: Sequence[Float16[Array, ""]]
+
+def in_both_halves(entry: Float16[Array, ""]) -> UInt32[Array, "1 1"]:
+    return (lax.bitcast_convert_type(entry, jnp.uint16).astype(jnp.uint32) * np.uint32(0x10001)).reshape(1, 1)
+
+
+class Table(NamedTuple):
+    """entries of the table in both halves of 32 bits, and the words of its `byte_planes`: read once outside of a loop over fields."""
+
+    entries: Sequence[UInt32[Array, "1 1"]]
     bytes: Sequence[Int32[Array, "1 1"]]
 
 
@@ -51,17 +70,16 @@ class Looked(NamedTuple):
     words: Words
     planes: Planes
     table: Table
-    asm: bool
     found: dict[tuple[int, int], list[Array]]
 
     @classmethod
-    def up(cls, words: Words, planes: Planes, table: Table, asm: bool) -> Looked:
-        return cls(words, planes, table, asm, {})
+    def up(cls, words: Words, planes: Planes, table: Table) -> Looked:
+        return cls(words, planes, table, {})
 
-    def plane(self, slot: int, chunk: int) -> Float16[Array, "rows W"]:
+    def plane(self, slot: int, chunk: int) -> Half:
         """Of one chunk of channels of a token slot."""
-        if not self.asm:
-            return chosen(self.words, code_bits(self.planes, slot, chunk), [e[None, None] for e in self.table.entries])
+        if isinstance(self.words, PairedWords):
+            return chosen(self.words, code_bits(self.planes, slot, chunk), self.table.entries)
         low = self.planes.sets[0]
         index, tile = divmod(slot * self.planes.chunks + chunk, self.planes.tiles(low))
         nibble, odd = divmod(index, 4 // low)  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away

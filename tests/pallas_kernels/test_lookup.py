@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from kvq_jax.packing import pack, plane_layout, unpack
-from pallas_kernels import lookup, matvec, table
+from pallas_kernels import matvec, table
 from pallas_kernels._launch import Launch
+from pallas_kernels.arithmetic import joined
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.decode import Tuning
-from pallas_kernels.lookup import Bit, Words
 from pallas_kernels.planes import Planes
 from pallas_kernels.sides import Side
+from pallas_kernels.words import Bit, SingleWords, paired
 from tests.pallas_kernels.kernel_cases import row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -191,18 +192,20 @@ def test_codes_become_entries_and_numbers(positions):
     """For every word, beside some other one in its register: bit for bit."""
     everything = np.arange(65536, dtype=np.uint32)
     pairs = np.stack([everything, everything[::-1] * 40503 % 65536], axis=-1).astype(np.uint16).view(np.int16).reshape(4096, 32)
-    words, bits = Words([[jnp.asarray(pairs)]]), [Bit(0, 0, p) for p in positions]
+    tiles, bits = [[jnp.asarray(pairs)]], [Bit(0, 0, p) for p in positions]
+    in_pairs = [paired(tiles, axis, jnp.asarray(64)) for axis in (0, 1)]
     code = sum((pairs.view(np.uint16) >> p & 1) << i for i, p in enumerate(positions))
-    entries = np.random.default_rng(0).standard_normal((1 << len(bits), 1, 32)).astype(np.float16)
+    entries = np.random.default_rng(0).standard_normal(1 << len(bits)).astype(np.float16)
 
-    found = np.asarray(lookup.chosen(words, bits, list(jnp.asarray(entries)))).view(np.uint16)
-    wanted, neighbour = (np.take_along_axis(entries[:, 0], c, axis=0).view(np.uint16) for c in (code, code ^ 1))
-    np.testing.assert_array_equal(found, wanted)
+    wanted, neighbour = (entries[c].view(np.uint16) for c in (code, code ^ 1))
     assert (neighbour != wanted).mean() > 0.9
+    for words in in_pairs:
+        found = table.chosen(words, bits, [table.in_both_halves(entry) for entry in jnp.asarray(entries)])
+        np.testing.assert_array_equal(np.asarray(joined(found)).view(np.uint16), wanted, err_msg=f"{words.axis=}")
 
-    for asm in (True, False):
-        found, bias = lookup.number(words, bits, asm)
-        np.testing.assert_array_equal(np.asarray(found, np.float32) - bias, code)
+    for words in (SingleWords(tiles), *in_pairs):
+        found, bias = words.number(bits)
+        np.testing.assert_array_equal(np.asarray(joined(found), np.float32) - bias, code)
 
 
 @pytest.mark.usefixtures("assembler")
@@ -216,7 +219,7 @@ def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
     tiles = [[jnp.asarray(w[:, layout.width * j : layout.width * (j + 1)]) for j in range(w.shape[1] // layout.width)] for w in stored]
     entries = rng.standard_normal(1 << bits).astype(np.float16)
     words = [word.reshape(1, 1) for word in table.byte_planes(jnp.asarray(entries))]
-    looked = table.Looked.up(Words(tiles), layout, table.Table([], words), True)
+    looked = table.Looked.up(SingleWords(tiles), layout, table.Table([], words))
     run = tokens // layout.slots
     for slot in range(layout.slots):
         for chunk in range(layout.chunks):

@@ -1,14 +1,20 @@
-"""The bit tricks and fp16 operations of planes.py: in array operations, and the assembly itself, executed in NumPy (emulator.py)."""
+"""Codes of packed words as fp16 numbers, and operations on these: in array operations, and in assembly, executed in NumPy (emulator.py)."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvq_jax.packing import pack, plane_layout, unpack
-from pallas_kernels.planes import SUPPORTED_BITS, Field, Planes, codes, half_multiply_add, subtract_scale, subtract_scale_add
+from pallas_kernels.arithmetic import Halves, half_multiply_add, joined, subtract_scale, subtract_scale_add
+from pallas_kernels.planes import SUPPORTED_BITS, Field, Planes
 from pallas_kernels.rotary import rotated
+from pallas_kernels.words import SingleWords, paired
+
+START = jnp.asarray(64)  # of a tile
 
 
 def planes(bits: int, channels: int) -> Planes:
@@ -38,19 +44,20 @@ def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
     p = planes(bits, 64)
     words = [tile(i) for i in range(len(p.sets))]
     tiles = [[jnp.asarray(w.view(np.int16))] * p.tiles(b) for w, b in zip(words, p.sets, strict=True)]
-    low, high = tiles[0], tiles[1] if len(tiles) == 2 else []
+    readers = {"asm": SingleWords(tiles), "rows in pairs": paired(tiles, 0, START), "channels in pairs": paired(tiles, 1, START)}
     for number in range(p.slots * p.chunks):
         field, code, above = p.field(*divmod(number, p.chunks)), np.zeros(words[0].shape, np.uint16), 0
         for w, b in zip(words, p.sets, strict=True):
             code |= (w >> b * (number // p.tiles(b)) & (1 << b) - 1) << above
             above += b
-        for asm in (True, False):
-            found = np.asarray(codes(low, high, field, asm))
+        for name, reader in readers.items():
+            found = np.asarray(joined(reader.codes(field)))
             assert found.dtype == np.float16
-            assert (found == field.bias + code).all(), f"{asm=}, {field}"
+            assert (found == field.bias + code).all(), f"{name}, {field}"
             assert (found != field.bias + swapped(code)).mean() > 0.7, "words in each other's place would pass"
-            if high:
-                other = np.asarray(codes(high * len(low), low, field, asm))
+            if len(tiles) == 2:
+                exchanged = dataclasses.replace(reader, tiles=[reader.tiles[1] * p.tiles(p.sets[0]), reader.tiles[0]])
+                other = np.asarray(joined(exchanged.codes(field)))
                 assert (other != found).mean() > 0.7, "plane sets in each other's place would pass"
 
 
@@ -68,7 +75,7 @@ def test_fields_find_the_codes_that_packing_stored(bits, channels):
         token = token // run * 32 + run * slot + token % run
         for chunk in range(p.chunks):
             field = p.field(slot, chunk)
-            found = np.asarray(codes(tiles[0], tiles[1] if len(tiles) == 2 else [], field, asm=False), np.float32) - field.bias
+            found = np.asarray(joined(paired(tiles, slot % 2, START).codes(field)), np.float32) - field.bias
             assert (found == stored[token][:, p.width * chunk : p.width * (chunk + 1)]).all(), f"{bits=} {channels=} {slot=} {chunk=}"
 
 
@@ -99,7 +106,10 @@ def test_assembly_rounds_once_where_array_operations_round_after_each():
 
     def check(name, operation, once: np.ndarray, twice: np.ndarray | None = None) -> None:
         np.testing.assert_array_equal(operation(*on_arrays, True), half(once), err_msg=f"{name} in assembly")
-        np.testing.assert_array_equal(operation(*on_arrays, False), half(once if twice is None else twice), err_msg=name)
+        for axis in (0, 1):
+            first, *rest = [Halves.of(on_arrays[0], axis), *on_arrays[1:]]
+            found = joined(operation(first, *rest, False))
+            np.testing.assert_array_equal(found, half(once if twice is None else twice), err_msg=f"{name}, {axis=}")
         assert (half(once) != half(once)[::-1]).mean() > 0.9, f"{name}: other operands would pass"
         if twice is not None:
             assert (half(once) != half(twice)).any(), f"{name}: nothing here depends on the roundings"
