@@ -38,7 +38,7 @@ def prefill_layer(
     params = params or ((), ())
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
-    how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1, inputs.q_rot.shape[0])
+    how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
     after = append_layer(plan, params, state, inputs, carry, prefill=True, how=how)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
@@ -51,8 +51,8 @@ def decode_layer(
     """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
     was at its turn. `implementation`: see attention/dispatch.py."""
     params = params or ((), ())
-    batch, heads, tokens, _ = inputs.q_rot.shape
-    how = dispatch.choose(implementation, plan, heads, tokens, batch)
+    _, heads, tokens, _ = inputs.q_rot.shape
+    how = dispatch.choose(implementation, plan, heads, tokens)
     after = append_layer(plan, params, state, inputs, carry, prefill=False, how=how)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     limits = plan.regions.body(inputs.positions + 1)

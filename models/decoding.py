@@ -93,7 +93,7 @@ def decode_step(
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
     """What reads each layer in a decode step of one token: "xla" or "pallas". ValueError where a named implementation cannot run."""
     heads = cache.dims.num_attention_heads
-    chosen = (dispatch.choose(implementation, plan, heads, 1, cache.batch) for plan in cache.plans)
+    chosen = (dispatch.choose(implementation, plan, heads, 1) for plan in cache.plans)
     return tuple("xla" if how is None else "pallas" for how in chosen)
 
 

@@ -7,7 +7,7 @@ merged exactly outside (`merge_splits`), by a reduction that XLA fuses. What the
 
 Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and a multiple of 32 (of a group's tokens, where
 groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to 8 columns or the next power
-of two. H and all tile sides are powers of two. No array has 2^31 elements.
+of two. H and all tile sides are powers of two. Arrays may be of any size: beyond 2^32 bytes Pallas computes offsets with 64 bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.arithmetic import exp2
 from pallas_kernels.codebook import Codebook
 from pallas_kernels.parts import LOG2E
 from pallas_kernels.polar import Polar
-from pallas_kernels.rotary import Rotated
+from pallas_kernels.rotary import LONGEST_TILE, Rotated
 from pallas_kernels.sides import Dense, Grouped, Side
 from pallas_kernels.tile import SPAN, Tile, change_slots
 
@@ -57,9 +57,14 @@ class Tuning:
     resident: int = 8
 
     def splits(self, programs: int, capacity: int) -> int:
-        """Splits of the token axis for `programs` rows times KV heads: enough to fill the device, and at least two tiles in each."""
+        """Splits of the token axis for `programs` rows times KV heads, at least two tiles in each.
+
+        The number that takes the least time: programs run in rounds of as many as the device holds at a time, and each reads its tiles,
+        after as long as one takes to arrive. A few programs more than a round would keep the device as long as two."""
         running = (device_cores() if self.cores is None else self.cores) * self.resident
-        return max(1, min(-(-running // programs), capacity // (2 * self.tile)))
+        tiles = capacity // self.tile
+        most = max(1, min(tiles // 2, 4 * pl.cdiv(running, programs)))
+        return min(range(1, most + 1), key=lambda splits: pl.cdiv(programs * splits, running) * (pl.cdiv(tiles, splits) + 1))
 
 
 def device_cores() -> int:
@@ -152,13 +157,14 @@ def decode_attention(
     """Attention of one query token of each sequence over its first limits[b] of `capacity` stored tokens; contract above.
 
     q [B, K, G, H], not scaled. keys, values: a side and its stored arrays. Rounds q, probabilities and dequantized values to fp16 (Dense:
-    to the stored dtype); scores, sums and the merge are fp32.
+    to the stored dtype); scores, sums and the merge are fp32. ValueError where the tuning's tile does not fit the contract.
     """
     batch, heads, group, channels = q.shape
     columns = max(8, pl.next_power_of_2(group))
     padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, channels, columns, capacity)
+    _check(capacity, tuning.tile, k)
     more = k.more_scores(q.astype(jnp.float32), k_stored, limits, how)
     by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (_padded(more * (LOG2E * channels**-0.5), by_slots[0]).reshape(batch, heads, *by_slots),)
@@ -188,6 +194,13 @@ def decode_attention(
     kept = scores[0].reshape(batch, heads, -1, capacity)[:, :, :group]
     more = v.more_values(jnp.exp(kept * LN2 - part.m), v_stored, limits)
     return part if more is None else part._replace(o=part.o + more)
+
+
+def _check(capacity: int, tile: int, k: Side) -> None:
+    if capacity % SPAN or not SPAN <= tile <= capacity or tile & (tile - 1):
+        raise ValueError(f"{capacity=} is not whole spans of {SPAN} tokens, or {tile=} is no power of two from {SPAN} to it")
+    if isinstance(k, Rotated) and tile > LONGEST_TILE:
+        raise ValueError(f"{tile=}: keys before RoPE are turned in tiles of at most {LONGEST_TILE} tokens")
 
 
 def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"]:

@@ -26,17 +26,31 @@ from jaxtyping import Array, Float
 from pallas_kernels._launch import LAUNCH, Launch, launch, whole_array_but
 from pallas_kernels.decode import TUNING, Tuning
 from pallas_kernels.parts import LOG2E
-from pallas_kernels.sides import Side
+from pallas_kernels.sides import Grouped, Side
 from pallas_kernels.tile import SPAN, Tile
 
-SCORES_TUNING = Tuning(tile=64)  # 128 tokens spill: every score is stored
+_WHOLE = pl.BlockSpec((1,), lambda *_: (0,))
+
+
+def scores_tuning(side: Side, capacity: int) -> Tuning:
+    """The usual step of `scores`. Steps of 128 tokens spill, for each score that is to be stored takes a register; but half as many load
+    the statistics of channels as two bytes for each lane, which costs 2-bit keys more than the spills (docs/kernels.md)."""
+    two_bits_of_channels = isinstance(side, Grouped) and side.axis == "tokens" and side.planes.bits == 2
+    return Tuning(tile=128 if two_bits_of_channels and capacity % 128 == 0 else 64)
 
 
 def scores(
-    q: Float[Array, "B K G H"], side: Side, stored: Sequence[Array], *, capacity: int, tuning: Tuning = SCORES_TUNING, how: Launch = LAUNCH
+    q: Float[Array, "B K G H"],
+    side: Side,
+    stored: Sequence[Array],
+    *,
+    capacity: int,
+    tuning: Tuning | None = None,
+    how: Launch = LAUNCH,
 ) -> Float[Array, "B K G S"]:
     """q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (Dense: to the stored dtype)."""
     batch, heads, group, channels = q.shape
+    tuning = tuning or scores_tuning(side, capacity)
     _check(capacity, tuning)
     rows, columns = _padded(group)
     unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)  # sides scale as attention does
@@ -46,16 +60,16 @@ def scores(
     splits = tuning.splits(batch * heads, capacity)
     shape = jax.ShapeDtypeStruct((batch, heads, *_by_slots(rows, capacity, side.slots)), jnp.float32)
     [found] = launch(
-        functools.partial(_scores_kernel, side=side, query_arrays=len(query), tuning=tuning, tiles=capacity // tuning.tile, asm=how.asm),
+        functools.partial(_scores_kernel, side=side, query_arrays=len(query), tuning=tuning, asm=how.asm),
         name="matvec_scores",
         grid=(batch, heads, splits),
-        in_specs=[whole_array_but(2, array, (0, 1), (batch, heads)) for array in (*query, *arrays)],
+        in_specs=[_WHOLE, *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in (*query, *arrays))],
         out_specs=[whole_array_but(2, shape, (0, 1))],
         out_shape=[shape],
         how=how,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-    )(*query, *arrays)
+    )(_tiles(capacity, tuning), *query, *arrays)
     found = found.reshape(batch, heads, rows, capacity)[:, :, :group]
     more = side.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), how)
     return found if more is None else found + more
@@ -74,16 +88,16 @@ def weighted_values(
     count, width = side.chunks
     shape = jax.ShapeDtypeStruct((batch, heads, splits, count, width, columns), jnp.float32)
     [parts] = launch(
-        functools.partial(_values_kernel, side=side, tuning=tuning, tiles=capacity // tuning.tile, columns=columns, asm=how.asm),
+        functools.partial(_values_kernel, side=side, tuning=tuning, columns=columns, asm=how.asm),
         name="matvec_values",
         grid=(batch, heads, splits),
-        in_specs=[whole_array_but(2, array, (0, 1), (batch, heads)) for array in (weights, *arrays)],
+        in_specs=[_WHOLE, *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in (weights, *arrays))],
         out_specs=[whole_array_but(3, shape, (0, 1, 2))],
         out_shape=[shape],
         how=how,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-    )(weights, *arrays)
+    )(_tiles(capacity, tuning), weights, *arrays)
     total = jnp.sum(parts, axis=2)[..., :: columns // rows]  # [B, K, C, W, rows]
     found = jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
     more = side.more_values(p.astype(jnp.float32), stored, jnp.full((batch,), capacity))
@@ -117,13 +131,19 @@ def _slot_index(tile: Tile, slots: int, slot: int) -> tuple[Any, ...]:
     return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, slice(None)
 
 
-def _tiles_of_split(tiles: int) -> tuple[Array, Array]:
+def _tiles(capacity: int, tuning: Tuning) -> Array:
+    """The number of tiles, for kernels to read: of a constant the compiler would follow all the offsets, and see through
+    `PairedWords.zero`."""
+    return jnp.full((1,), capacity // tuning.tile, jnp.int32)
+
+
+def _tiles_of_split(tiles: Array) -> tuple[Array, Array]:
     per_split = pl.cdiv(tiles, pl.num_programs(2))
     first = pl.program_id(2) * per_split
     return first, jnp.minimum(first + per_split, tiles)
 
 
-def _scores_kernel(*refs: Any, side: Side, query_arrays: int, tuning: Tuning, tiles: int, asm: bool) -> None:
+def _scores_kernel(tiles_ref: Any, *refs: Any, side: Side, query_arrays: int, tuning: Tuning, asm: bool) -> None:
     # refs: query arrays, stored arrays, then the scores [rows, S] (by slots) of a KV head
     query, arrays, out_ref = refs[:query_arrays], refs[query_arrays:-1], refs[-1]
     heads = out_ref.shape[0]
@@ -140,10 +160,10 @@ def _scores_kernel(*refs: Any, side: Side, query_arrays: int, tuning: Tuning, ti
             out_ref[_slot_index(tile, side.slots, slot)] = real.reshape(shape)
         return carry
 
-    lax.fori_loop(*_tiles_of_split(tiles), step, ())
+    lax.fori_loop(*_tiles_of_split(tiles_ref[0]), step, ())
 
 
-def _values_kernel(weight_ref: Any, *refs: Any, side: Side, tuning: Tuning, tiles: int, columns: int, asm: bool) -> None:
+def _values_kernel(tiles_ref: Any, weight_ref: Any, *refs: Any, side: Side, tuning: Tuning, columns: int, asm: bool) -> None:
     # refs: weights [rows, S] (by slots) and stored arrays of a KV head, then the sums [C, W, columns] of this program's split
     arrays, out_ref = refs[:-1], refs[-1]
     heads, tokens = weight_ref.shape[0], tuning.tile // side.slots
@@ -157,6 +177,6 @@ def _values_kernel(weight_ref: Any, *refs: Any, side: Side, tuning: Tuning, tile
         return side.weigh([weights(tile, slot) for slot in range(side.slots)], arrays, tile, sums, asm)
 
     count, width = side.chunks
-    sums = lax.fori_loop(*_tiles_of_split(tiles), step, [jnp.zeros((width, columns), jnp.float32)] * count)
+    sums = lax.fori_loop(*_tiles_of_split(tiles_ref[0]), step, [jnp.zeros((width, columns), jnp.float32)] * count)
     for c in range(count):
         out_ref[c, :, :] = sums[c]

@@ -89,7 +89,7 @@ def quantize_rows(
     counts them, so sym and hybrid codes take bits + 1. A side that stores zeros takes every scheme, one that does not (centre =
     2^bits - 1) sym only.
     divisor: fp32, finite and not 0; multiplied as its reciprocal.
-    Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans; no array has 2^31 elements.
+    Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans.
     ValueError where that does not hold.
     """
     _check(rows, side, scheme, bits)

@@ -168,11 +168,16 @@ def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits
 
 
 def _products(
-    name: str, formats: tuple[GroupFormat, GroupFormat], channels: int, of_scores: Limits, of_values: Limits
+    name: str,
+    formats: tuple[GroupFormat, GroupFormat],
+    channels: int,
+    of_scores: Limits,
+    of_values: Limits,
+    arithmetic: Arithmetic = "asm",
 ) -> tuple[Case, Case]:
-    """The two matrix-vector products by themselves, in assembly: q K^T, p V."""
+    """The two matrix-vector products by themselves: q K^T, p V."""
     (k_side, k_stored, k_bits), (v_side, v_stored, v_bits) = (_side(format, channels) for format in formats)
-    how = Launch("asm")
+    how = Launch(arithmetic)
 
     def scores() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
@@ -182,10 +187,10 @@ def _products(
         p = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, TOKENS), jnp.float32)
         return lambda p, stored: matvec.weighted_values(p, v_side, stored, how=how), (p, v_stored)
 
-    k_elements, v_elements = (tuning.tile * channels for tuning in (matvec.SCORES_TUNING, TUNING))
+    k_elements, v_elements = (tuning.tile * channels for tuning in (matvec.scores_tuning(k_side, TOKENS), TUNING))
     return (
-        Case(f"q K^T, {name}, H {channels}, asm", scores, "matvec_scores", k_elements, k_bits, **of_scores),
-        Case(f"p V, {name}, H {channels}, asm", values, "matvec_values", v_elements, v_bits, **of_values),
+        Case(f"q K^T, {name}, H {channels}, {arithmetic}", scores, "matvec_scores", k_elements, k_bits, **of_scores),
+        Case(f"p V, {name}, H {channels}, {arithmetic}", values, "matvec_values", v_elements, v_bits, **of_values),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import re
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import jax
@@ -31,44 +31,53 @@ if TYPE_CHECKING:
     from kvq_jax.plan import LayerPlan, LayerState, Sides
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
-MOST_COLUMNS = 16  # query heads of a KV head that a kernel's registers hold
+OLDEST = 8.0  # compute capability of NVIDIA's GPUs whose tensor cores and asynchronous loads the kernels use
 
 
-def unsupported(plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) -> str | None:
+def unsupported(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
     """Why no kernel can serve this layer's decode steps, in one line; None where one can. Says nothing of the device."""
     if tokens != 1:
         return f"{tokens} new tokens in one step; kernels take one"
-    if query_heads // plan.heads > MOST_COLUMNS:
-        return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {MOST_COLUMNS}"
+    channels = plan.head_dim
+    most = 16 if channels <= 128 else 8  # what a program's registers hold
+    if query_heads // plan.heads > most:
+        return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {most} at head dim {channels}"
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
-        leaves = jax.tree.leaves(codec.body(batch, plan.heads, plan.regions.body_capacity))
+        leaves = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.body_capacity))
         shared = next((leaf.shape[1] for leaf in leaves if len(leaf.shape) == 4 and leaf.shape[1] not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {plan.heads // shared} heads; kernels serve groups of one head or of all"
-        longest = max(math.prod(leaf.shape) for leaf in leaves)
-        if longest >= 2**31:
-            return f"{name}: an array of {longest} elements is past the kernels' 32-bit offsets"
     if plan.regions.body_capacity < SPAN:
         return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {SPAN}"
     return None
 
 
-def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int, batch: int = 1) -> Launch | None:
+def no_device() -> str | None:
+    """Why this process's device runs no kernels, in one line; None where it does."""
+    if jax.default_backend() != "gpu":
+        return f"kernels need a GPU, this process runs on {jax.default_backend()}"
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))  # 9.0, and of other makers gfx942, say
+    if not re.fullmatch(r"\d+\.\d+", capability) or float(capability) < OLDEST:
+        return f"kernels need an NVIDIA GPU of compute capability {OLDEST} or later, this is {device.device_kind} ({capability})"
+    return None
+
+
+def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int) -> Launch | None:
     """How to launch the kernel, or None for XLA. ValueError where a named implementation cannot run."""
     if implementation == "xla":
         return None
-    reason = unsupported(plan, query_heads, tokens, batch)
+    reason = unsupported(plan, query_heads, tokens)
     if isinstance(implementation, Launch):
         if reason:
             raise ValueError(f"no kernel for this cache: {reason}")
         return implementation
     if implementation not in (None, "pallas"):
         raise ValueError(f"{implementation=}: choose 'xla' or 'pallas'")
-    if jax.default_backend() != "gpu":
-        reason = reason or f"kernels need a GPU, this process runs on {jax.default_backend()}"
+    reason = reason or no_device()
     if implementation == "pallas" and reason:
         raise ValueError(f"implementation='pallas' cannot run: {reason}")
     return None if reason else LAUNCH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -112,10 +113,36 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
     assert "32 query heads" in str(dispatch.unsupported(plan, 64, 1))
     assert "head_dim 80" in str(dispatch.unsupported(plan_of("kivi", CacheDims(1, 4, 2, 80, 320)), 4, 1))
     assert "exact rows in float32" in str(dispatch.unsupported(plan_of("dense", dtype="float32"), 4, 1))
-    long = {"capacity": 1 << 20}
-    assert "past the kernels' 32-bit offsets" in str(dispatch.unsupported(plan_of("dense", **long), 4, 1, batch=32))
-    assert dispatch.unsupported(plan_of("kivi", **long), 4, 1, batch=32) is None, "its words are an eighth as many"
-    assert "past the kernels' 32-bit offsets" in str(dispatch.unsupported(plan_of("kivi", **long), 4, 1, batch=256))
+    wide = CacheDims(1, 16, 1, 256, 4096)
+    assert "16 query heads for each KV head; kernels take up to 8 at head dim 256" in str(
+        dispatch.unsupported(plan_of("kivi", wide), 16, 1)
+    )
+    assert dispatch.unsupported(plan_of("kivi", wide), 8, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "reason"),
+    [
+        ("gpu", "8.0", None),
+        ("gpu", "12.0", None),
+        ("gpu", "7.5", "capability 8.0 or later, this is Some GPU \\(7.5\\)"),
+        ("gpu", "gfx942", "NVIDIA GPU of compute capability .* \\(gfx942\\)"),
+        ("cpu", "9.0", "this process runs on cpu"),
+        ("tpu", None, "this process runs on tpu"),
+    ],
+)
+def test_devices_that_run_no_kernels_have_a_reason(monkeypatch, backend, capability, reason):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    device = types.SimpleNamespace(device_kind="Some GPU", **({} if capability is None else {"compute_capability": capability}))
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    if reason is None:
+        assert dispatch.no_device() is None
+        assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
+        return
+    assert re.search(reason, str(dispatch.no_device()))
+    assert dispatch.choose(None, plan_of("kivi"), 4, 1) is None
+    with pytest.raises(ValueError, match=reason):
+        dispatch.choose("pallas", plan_of("kivi"), 4, 1)
 
 
 def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
@@ -132,7 +159,7 @@ def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
 
 
 def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "no_device", lambda: None)
     assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("xla", plan_of("kivi"), 4, 1) is None
@@ -140,7 +167,7 @@ def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
 
 
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "no_device", lambda: None)
     launched = []
     monkeypatch.setattr(dispatch, "quantize_rows", lambda *args, **kwargs: launched.append(args) or 1 / 0)
     llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)

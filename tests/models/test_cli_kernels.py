@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 def launched(monkeypatch) -> list[Launch]:
     """How kernels that read caches were launched, on what seems to be a GPU."""
     found, attention = [], dispatch.decode_attention
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "no_device", lambda: None)
     monkeypatch.setattr(dispatch, "LAUNCH", Launch(interpret=True))
     monkeypatch.setattr(dispatch, "decode_attention", lambda *args, how, **named: found.append(how) or attention(*args, how=how, **named))
     return found

@@ -48,7 +48,7 @@ def products(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch
     side = side_of(case.k, case.head_dim)
 
     def both(q, p, stored):
-        scores = matvec.scores(q, side, stored, capacity=capacity, tuning=tuning or matvec.SCORES_TUNING, how=how)
+        scores = matvec.scores(q, side, stored, capacity=capacity, tuning=tuning, how=how)
         return scores, matvec.weighted_values(p, side, stored, tuning=tuning or TUNING, how=how)
 
     return jax.jit(both)

@@ -55,14 +55,37 @@ def test_no_step_holds_two_groups_of_64_tokens(size, tile):
     assert tuning_for(k, v, 128, 8, 16384).tile == tile
 
 
-@pytest.mark.parametrize(("cores", "few", "many"), [(132, 66, 9), (108, 54, 7), (16, 8, 1)])
-def test_splits_fill_the_cores_of_a_device(cores, few, many):
-    tuning = Tuning(tile=64, cores=cores, resident=8)
-    assert tuning.splits(16, 1 << 17) == few
-    assert tuning.splits(128, 1 << 17) == many
-    assert Tuning(tile=64, cores=cores, resident=2).splits(4, 1 << 17) == few, "four programs with a quarter of the room each are the same"
-    assert tuning.splits(1, 512) == 4, "two tiles for each split at least"
-    assert tuning.splits(10**6, 1 << 17) == 1
+def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
+    """The share of a device's places for programs that read tiles, until all tiles are read."""
+    assert tuning.cores is not None
+    places, tiles = tuning.cores * tuning.resident, tokens // tuning.tile
+    rounds = -(-programs * splits // places)
+    return programs * tiles / (rounds * -(-tiles // splits) * places)
+
+
+@pytest.mark.parametrize("resident", [8, 5, 2])
+@pytest.mark.parametrize("cores", [132, 108])
+@pytest.mark.parametrize(("programs", "tokens"), [(128, 32768), (128, 4096), (8, 131072), (40, 32768), (640, 4096), (512, 32768)])
+def test_splits_keep_a_device_busy(cores, resident, programs, tokens):
+    tuning = Tuning(tile=128, cores=cores, resident=resident)
+    splits = tuning.splits(programs, tokens)
+    assert busy(tuning, programs, tokens, splits) > 0.75, f"{splits} splits"
+    assert tokens // splits >= 2 * 128
+
+
+def test_no_few_programs_are_left_for_another_round():
+    tuning = Tuning(tile=128, cores=132, resident=8)
+    assert tuning.splits(128, 32768) == 8
+    assert busy(tuning, 128, 32768, 8) > 0.9
+    assert busy(tuning, 128, 32768, 9) < 0.6, "another number would do as well"
+
+
+def test_splits_follow_the_device_and_the_capacity():
+    few = Tuning(tile=64, cores=132, resident=8).splits(16, 1 << 17)
+    assert Tuning(tile=64, cores=132, resident=2).splits(4, 1 << 17) == few, "four programs with a quarter of the room each are the same"
+    assert Tuning(tile=64, cores=16, resident=8).splits(16, 1 << 17) < few
+    assert Tuning(tile=64, cores=132).splits(1, 512) == 4, "two tiles for each split at least"
+    assert Tuning(tile=64, cores=132).splits(10**6, 1 << 17) == 1
 
 
 def test_cores_are_those_of_the_device(monkeypatch):
@@ -78,7 +101,7 @@ def test_cores_are_those_of_the_device(monkeypatch):
 def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
     arrays, how = stored(case, LONG), Launch(interpret=True)
     found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), how) for cores in (132, 16, 1)]
-    assert [Tuning(tile=64, cores=cores, resident=2).splits(14, LONG.capacity) for cores in (132, 16, 1)] == [8, 3, 1]
+    assert [Tuning(tile=64, cores=cores, resident=2).splits(14, LONG.capacity) for cores in (132, 16, 1)] == [6, 2, 1]
     for other in found[1:]:
         assert row_errors(other, found[0])[1:].max() < 2e-3
         assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, "rows of other lengths must differ"
