@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.common import Candidate, Shape, first_row, parsed, parser, random_layer, relative_error, run, wait
+from benchmarks.common import Candidate, Shape, argument_parser, first_row, parsed, random_layer, relative_error, run, wait
 from kvq_jax.attention import reference
 from kvq_jax.cache import CacheDims
 from kvq_jax.codec import dot_rows, weigh_rows
@@ -125,11 +125,11 @@ def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> Array:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("attention", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=15)
-    made.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head")
-    made.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
-    made.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
-    args = parsed(made, argv)
+    parser = argument_parser("attention", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=15)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
+    parser.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
+    args = parsed(parser, argv)
     shapes = [Shape(b, n, h, args.kv_heads, args.group) for h in args.head_dim for b in args.batch for n in args.tokens]
     command = ("benchmarks.attention", *(sys.argv[1:] if argv is None else argv))
     report = run("Decode attention of one layer", command, shapes, lambda shape: candidates(shape, args.cache), args.rounds)

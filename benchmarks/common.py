@@ -189,36 +189,38 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
     return LayerState(sink, ring, body, plan.init(batch, dtype).stats)
 
 
-def relative_error(found: jax.Array, expected: jax.Array) -> float:
+def relative_error(found: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:
     """The largest relative error of a row (the last axis), by the 2-norm."""
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)))
 
 
-def parser(module: str, description: str, *, tokens: tuple[int, ...], batch: tuple[int, ...], rounds: int) -> argparse.ArgumentParser:
+def argument_parser(
+    module: str, description: str, *, tokens: tuple[int, ...], batch: tuple[int, ...], rounds: int
+) -> argparse.ArgumentParser:
     """The arguments that both benchmarks take."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
         description=description,
         epilog=f"example: python -m benchmarks.{module} --tokens 16384 --cache kivi:bits=4 innerq --json benchmarks/results/mine.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument(
+    parser.add_argument(
         "--json", metavar="FILE", help="write the raw samples here; `python -m benchmarks.tables` turns such files into tables"
     )
-    made.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure; `kvq methods` lists them")
-    made.add_argument("--tokens", type=int, nargs="+", default=tokens, metavar="N", help="cached tokens of each sequence")
-    made.add_argument("--batch", type=int, nargs="+", default=batch, metavar="B", help="sequences")
-    made.add_argument("--rounds", type=int, default=rounds, metavar="R", help="times that each implementation runs; they take turns")
-    made.add_argument(
+    parser.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure; `kvq methods` lists them")
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, metavar="N", help="cached tokens of each sequence")
+    parser.add_argument("--batch", type=int, nargs="+", default=batch, metavar="B", help="sequences")
+    parser.add_argument("--rounds", type=int, default=rounds, metavar="R", help="times that each implementation runs; they take turns")
+    parser.add_argument(
         "--quick", action="store_true", help="256 tokens, 1 sequence, 3 rounds: seconds, to see that it works; not a measurement"
     )
-    return made
+    return parser
 
 
-def parsed(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, with --quick applied."""
-    args = made.parse_args(argv)
+    args = parser.parse_args(argv)
     if args.quick:
         args.tokens, args.batch, args.rounds = (256,), (1,), 3
     return args

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import kvq_jax as kvq
-from benchmarks.common import Candidate, Shape, parsed, parser, random_layer, relative_error, run, wait
+from benchmarks.common import Candidate, Shape, argument_parser, parsed, random_layer, relative_error, run, wait
 from kvq_jax import cross_layer
 from kvq_jax.attention import reference
 from models import Llama, LlamaConfig, decode_step, prepare
@@ -91,11 +91,11 @@ def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
-    made.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
-    made.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
-    made.add_argument("--group", type=int, default=4, metavar="G", choices=(1, 2, 4, 8, 16), help="query heads for each KV head")
-    args = parsed(made, argv)
+    parser = argument_parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
+    parser.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
+    parser.add_argument("--group", type=int, default=4, metavar="G", choices=(1, 2, 4, 8, 16), help="query heads for each KV head")
+    args = parsed(parser, argv)
     shapes = [Shape(b, n, args.head_dim, QUERY_HEADS // args.group, args.group) for b in args.batch for n in args.tokens]
     steps = args.rounds + 2  # one to compare logits, one to warm up
     command = ("benchmarks.decode_step", *(sys.argv[1:] if argv is None else argv))

@@ -23,20 +23,20 @@ WATCHED = (*CASES, *OTHER_CASES)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table; ends with status 1 where a case breaks its limits, 2 where nothing can be compiled."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.instructions",
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python -m benchmarks.instructions --json benchmarks/results/instructions.json",
     )
-    made.add_argument("--json", metavar="FILE", help="write the counts here")
-    made.add_argument("--case", metavar="REGEX", default="", help="only cases whose name has a match of this")
-    made.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="the GPUs (default: all)")
-    args = made.parse_args(argv)
+    parser.add_argument("--json", metavar="FILE", help="write the counts here")
+    parser.add_argument("--case", metavar="REGEX", default="", help="only cases whose name has a match of this")
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="the GPUs (default: all)")
+    args = parser.parse_args(argv)
     cases = [case for case in WATCHED if re.search(args.case, case.name)]
     if not cases:
-        made.exit(2, f"no case matches {args.case!r}: {', '.join(case.name for case in WATCHED)}\n")
+        parser.exit(2, f"no case matches {args.case!r}: {', '.join(case.name for case in WATCHED)}\n")
     if lacking := missing():
-        made.exit(2, f"{lacking}\n")
+        parser.exit(2, f"{lacking}\n")
     rows: list[KernelReport] = []
     failures: list[str] = []
     work = [(case, TARGETS[name]) for case in cases for name in args.target]
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Instructions.of(rows, ("benchmarks.instructions", *(sys.argv[1:] if argv is None else argv))).write(args.json)
     print(table(HEADER, (row.line() for row in rows)))
     if failures:
-        made.exit(1, "\n".join(["limits broken:", *failures, ""]))
+        parser.exit(1, "\n".join(["limits broken:", *failures, ""]))
 
 
 if __name__ == "__main__":

@@ -225,27 +225,27 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.key_bias",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
-    made.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="a Hugging Face directory")
-    made.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what is scored")
-    made.add_argument(
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
+    parser.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="a Hugging Face directory")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what is scored")
+    parser.add_argument(
         "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what caches that need it are calibrated on"
     )
-    made.add_argument("--key-bias", type=float, default=100.0, help="magnitude of the constant")
-    made.add_argument("--windows", type=int, default=4, help="windows of the text")
-    made.add_argument("--window", type=int, default=512, help="tokens of a window")
-    made.add_argument("--prompt", type=int, default=128, help="tokens of a window that are a prompt, and not scored")
-    made.add_argument("--seed", type=int, default=0, help="draws the signs of the constants")
-    options = made.parse_args(argv)
+    parser.add_argument("--key-bias", type=float, default=100.0, help="magnitude of the constant")
+    parser.add_argument("--windows", type=int, default=4, help="windows of the text")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a window that are a prompt, and not scored")
+    parser.add_argument("--seed", type=int, default=0, help="draws the signs of the constants")
+    options = parser.parse_args(argv)
     try:
         report = run(options)
     except (ValueError, OSError) as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     report.write(options.json)
     print(options.json)
 

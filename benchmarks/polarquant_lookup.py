@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 import kvq_jax as kvq
-from benchmarks.common import Candidate, Shape, parsed, parser, relative_error, run, wait
+from benchmarks.common import Candidate, Shape, argument_parser, parsed, relative_error, run, wait
 from kvq_jax import polar
 from kvq_jax.attention.streaming import chunk_tokens
 from kvq_jax.body import load_chunk
@@ -113,19 +113,19 @@ def candidates(shape: Shape, spec: str) -> list[Candidate]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("polarquant_lookup", (__doc__ or "").partition("\n")[0], tokens=(7040,), batch=(1,), rounds=31)
-    made.set_defaults(cache=CACHES)
-    made.add_argument("--head-dim", type=int, nargs="+", default=(128, 64), metavar="H", help="channels of a head")
-    made.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
-    made.add_argument("--group", type=int, nargs="+", default=(1, 2, 4), metavar="G", help="query heads for each KV head")
-    args = parsed(made, argv)
+    parser = argument_parser("polarquant_lookup", (__doc__ or "").partition("\n")[0], tokens=(7040,), batch=(1,), rounds=31)
+    parser.set_defaults(cache=CACHES)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=(128, 64), metavar="H", help="channels of a head")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
+    parser.add_argument("--group", type=int, nargs="+", default=(1, 2, 4), metavar="G", help="query heads for each KV head")
+    args = parsed(parser, argv)
     shapes = [Shape(b, n, h, args.kv_heads, g) for h in args.head_dim for b in args.batch for n in args.tokens for g in args.group]
     command = ("benchmarks.polarquant_lookup", *(sys.argv[1:] if argv is None else argv))
     title = "Scores of PolarQuant's keys in XLA"
     try:
         report = run(title, command, shapes, lambda shape: [c for spec in args.cache for c in candidates(shape, spec)], args.rounds)
     except ValueError as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     if args.json:
         report.write(args.json)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 import kvq_jax as kvq
-from benchmarks.common import Candidate, Shape, parsed, parser, relative_error, run, wait
+from benchmarks.common import Candidate, Shape, argument_parser, parsed, relative_error, run, wait
 from kvq_jax.attention import reference
 from kvq_jax.cache import CacheDims
 from kvq_jax.layer import decode_layer, prefill_layer
@@ -75,12 +75,12 @@ def _inputs(shape: Shape, start: int, tokens: int) -> kvq.LayerInputs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("squat_prefill", (__doc__ or "").partition("\n")[0], tokens=(512, 1024), batch=(1,), rounds=9)
-    made.set_defaults(cache=CACHES)
-    made.add_argument("--head-dim", type=int, nargs="+", default=(128,), metavar="H", help="channels of a head")
-    made.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
-    made.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
-    args = parsed(made, argv)
+    parser = argument_parser("squat_prefill", (__doc__ or "").partition("\n")[0], tokens=(512, 1024), batch=(1,), rounds=9)
+    parser.set_defaults(cache=CACHES)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=(128,), metavar="H", help="channels of a head")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
+    parser.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
+    args = parsed(parser, argv)
     shapes = [Shape(b, n, h, args.kv_heads, args.group) for h in args.head_dim for b in args.batch for n in args.tokens]
     command = ("benchmarks.squat_prefill", *(sys.argv[1:] if argv is None else argv))
     title = "Prefill of one layer with SQuat"

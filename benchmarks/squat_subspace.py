@@ -299,18 +299,18 @@ def draw(report: SubspaceReport) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.squat_subspace", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
-    made.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "models/cli/passage.txt", help="default: the demo's")
-    made.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="of another kind; default: LICENSE")
-    made.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
-    made.add_argument("--response", type=int, default=256, help="tokens of the response (default: %(default)s)")
-    args = made.parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.squat_subspace", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "models/cli/passage.txt", help="default: the demo's")
+    parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="another kind; default: LICENSE")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--response", type=int, default=256, help="tokens of the response (default: %(default)s)")
+    args = parser.parse_args(argv)
     command = f"python -m benchmarks.squat_subspace --json {args.json.name} --prompt {args.prompt} --response {args.response}"
     try:
         report = run(args.text, args.other_text, args.prompt, args.response, command)
     except (ValueError, OSError) as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     report.write(args.json)
     draw(report).savefig(args.json.with_suffix(".png"), dpi=110)
     print(args.json)

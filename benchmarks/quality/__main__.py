@@ -15,34 +15,34 @@ from benchmarks.quality.suites import SUITES
 from models import EMBEDDED
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.quality",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("suite", choices=tuple(SUITES), help="whose comparisons")
-    made.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="whose predictions (default: the embedded model)")
-    made.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="what is scored")
-    made.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="what caches are calibrated on")
-    made.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="another such text")
-    made.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
-    made.add_argument("--windows", type=int, default=16, help="windows of the text")
-    made.add_argument("--window", type=int, default=1024, help="tokens of a window")
-    made.add_argument("--prompt", type=int, default=0, help="tokens of a window that are a prompt, and not scored")
-    made.add_argument("--samples", type=int, default=16, help="calibration samples")
-    made.add_argument("--length", type=int, default=1024, help="tokens of a calibration sample")
-    made.add_argument("--only", metavar="WORDS", help="only tables whose title holds these words")
-    return made
+    parser.add_argument("suite", choices=tuple(SUITES), help="whose comparisons")
+    parser.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="who predicts (default: the embedded model)")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="what is scored")
+    parser.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="what caches are calibrated on")
+    parser.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="another such text")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
+    parser.add_argument("--windows", type=int, default=16, help="windows of the text")
+    parser.add_argument("--window", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a window that are a prompt, and not scored")
+    parser.add_argument("--samples", type=int, default=16, help="calibration samples")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a calibration sample")
+    parser.add_argument("--only", metavar="WORDS", help="only tables whose title holds these words")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser()
-    options = made.parse_args(argv)
+    parser = argument_parser()
+    options = parser.parse_args(argv)
     try:
         report = run(SUITES[options.suite](), options)
     except (ValueError, OSError) as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     report.write(options.json)
     print(options.json)
 

@@ -43,13 +43,13 @@ def draw(report: QualityReport) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.quality.windows_figure", description=__doc__)
-    made.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON file is (default: %(default)s)")
-    file = made.parse_args(argv).folder / FILE
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.windows_figure", description=__doc__)
+    parser.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON file is (default: %(default)s)")
+    file = parser.parse_args(argv).folder / FILE
     try:
         figure = draw(QualityReport.read(file))
     except (OSError, ValueError) as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     figure.savefig(file.with_suffix(".png"), dpi=110)
     print(file.with_suffix(".png"))
 
