@@ -36,6 +36,8 @@ from models.llama import Llama, abstract_llama
 from models.rope import rope_for
 
 BIASED_PAIRS = 8  # one new pair in so many gets the constant
+LARGEST_BIAS = float(np.finfo(np.float32).max)
+FACTORS = (2.0**-126, 2.0**126)  # they and their inverses are normal numbers in float32
 
 Weights = dict[str, jax.Array]
 Factors = np.ndarray  # [K, H] float32
@@ -64,11 +66,13 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
     """The model with the same dense outputs and a harder cache; untouched weights are shared with the given one.
 
     Computed in float32 and rounded to the model's dtype: powers of two are exact in every dtype, other factors and sqrt(2) are rounded
-    (relative 2^-24 in float32, 2^-8 in bfloat16). Parameters of cache methods are dropped: they belong to other keys. Raises as `check`.
+    (relative 2^-24 in float32, 2^-8 in bfloat16). Parameters of cache methods are dropped: they belong to other keys. Raises as `check`,
+    and ValueError where a weight would leave the dtype's range.
     """
     check(llama.config, stress)
     config, layers = llama.config, range(llama.config.num_hidden_layers)
-    weights: Weights = {path: weight.leaf for path, weight in conversion.weights(llama).items()}
+    given: Weights = {path: weight.leaf for path, weight in conversion.weights(llama).items()}
+    weights = dict(given)
     if stress.key_outliers is not None:
         for layer, factors in zip(layers, _key_factors(config, stress.key_outliers, stress.seed), strict=True):
             _scale_keys(weights, f"layers.{layer}", factors, config)
@@ -79,6 +83,7 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
         for layer, constants in zip(layers, _constants(config, stress.key_bias, stress.seed), strict=True):
             _widen(weights, f"layers.{layer}", constants, config)
         config = widened(config)
+    _refuse_infinite({path: leaf for path, leaf in weights.items() if leaf is not given.get(path)})
     return conversion.replace_weights(abstract_llama(config, llama.embed[...].dtype), weights)
 
 
@@ -93,14 +98,15 @@ def check(config: LlamaConfig, stress: Stress) -> None:
     ):
         if outliers is not None and not 1 <= outliers.channels <= most:
             raise ValueError(f"{name} outliers in {outliers.channels} {what} of a head: between 1 and {most} are possible")
-        if outliers is not None and not 0 < outliers.factor < math.inf:
-            raise ValueError(f"{name} outliers need a factor above 0, got {outliers.factor}")
+        if outliers is not None and not FACTORS[0] <= outliers.factor <= FACTORS[1]:
+            least, largest = FACTORS
+            raise ValueError(f"{name} outliers need a factor above 0, from {least:.1e} to {largest:.1e}, got {outliers.factor}")
     if stress.seed < 0:
         raise ValueError(f"a seed must be at least 0, got {stress.seed}")
     if stress.key_bias is None:
         return
-    if not 0 <= stress.key_bias < math.inf:
-        raise ValueError(f"a key bias must be at least 0, got {stress.key_bias}")
+    if not 0 <= stress.key_bias <= LARGEST_BIAS:
+        raise ValueError(f"a key bias must be at least 0 and a float32, at most {LARGEST_BIAS:.1e}, got {stress.key_bias}")
     if config.qk_norm:
         raise ValueError(
             f"model_type={config.model_type!r} normalizes its keys after their bias (QK-norm), so none can be large in the cache"
@@ -182,11 +188,18 @@ def _for_queries(factors: Factors, config: LlamaConfig) -> np.ndarray:
     return np.repeat(factors, config.num_attention_heads // config.num_key_value_heads, axis=0)
 
 
+def _refuse_infinite(changed: Weights) -> None:
+    for path, leaf in changed.items():
+        if not bool(jnp.isfinite(leaf).all()):
+            raise ValueError(f"{path} is not finite in {leaf.dtype.name} after the change; ask for smaller factors or a smaller bias")
+
+
 def _multiply(weights: Weights, path: str, factors: np.ndarray) -> None:
     """Broadcast against the last axes; a bias that the model does not have is left out."""
     if path in weights:
         leaf = weights[path]
-        weights[path] = jnp.asarray(np.asarray(leaf, np.float32) * factors.astype(np.float32), leaf.dtype)
+        with np.errstate(over="ignore"):  # refused by name when all is done
+            weights[path] = jnp.asarray(np.asarray(leaf, np.float32) * factors.astype(np.float32), leaf.dtype)
 
 
 def _widen(weights: Weights, layer: str, constants: np.ndarray, config: LlamaConfig) -> None:
@@ -199,7 +212,8 @@ def _widen(weights: Weights, layer: str, constants: np.ndarray, config: LlamaCon
             new = np.zeros((*old.shape[:-1], count, 2 * width))
             new[..., ::2] = old.reshape(*old.shape[:-1], count, width) * (math.sqrt(2) if name == "q_proj" else 1)
             new += constants if path.endswith("k_proj.bias") else 0
-            weights[path] = jnp.asarray(new.reshape(*old.shape[:-1], -1), dtype)
+            with np.errstate(over="ignore"):
+                weights[path] = jnp.asarray(new.reshape(*old.shape[:-1], -1), dtype)
     path = f"{layer}.o_proj.kernel"
     weights[path] = jnp.zeros((2 * weights[path].shape[0], config.hidden_size), dtype).at[::2].set(weights[path])
     if not config.qkv_bias:

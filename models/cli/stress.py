@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 from pathlib import Path
@@ -80,10 +81,14 @@ def run(options: argparse.Namespace) -> None:
     with progress(f"loading {options.model}"), input_errors():
         source = _whole_checkpoint(options.model)
         llama, _ = checkpoint.load_llama(source, dtype="float32")
-    with progress("changing weights"):
+    with progress("changing weights"), input_errors():
         harder = stressed(llama, stress)
     with progress("comparing dense outputs"):
         change, largest = compared(llama, harder)
+    if not math.isfinite(largest):
+        raise UserError(f"the logits of {options.model!r} are not finite before any change; nothing is written")
+    if not math.isfinite(change):
+        raise UserError("the changed model's logits are not finite; nothing is written: ask for smaller factors or a smaller bias")
     harder = in_stored_dtype(harder, source)
     with progress(f"writing {options.out}"), input_errors():
         checkpoint.save_llama(harder, out)

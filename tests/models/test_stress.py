@@ -244,6 +244,10 @@ BAD = {
     "factor of zero": (("--key-outliers", "2x0"), "factor above 0"),
     "negative bias": (("--key-bias", "-1"), "at least 0"),
     "infinite bias": (("--key-bias", "inf"), "at least 0"),
+    "bias beyond float32": (("--key-bias", "1e300"), "at most 3.4e+38"),
+    "factor beyond float32": (("--key-outliers", f"2x1{'0' * 40}", "--json"), "from 1.2e-38 to 8.5e+37"),
+    "factor whose inverse is none": (("--value-outliers", f"2x0.{'0' * 40}1"), "from 1.2e-38"),
+    "keys that overflow": (("--key-bias", "3.4e38"), "logits are not finite"),
     "negative seed": (("--key-bias", "1", "--seed", "-1"), "at least 0, got -1"),
     "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
     "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
@@ -261,6 +265,12 @@ def test_a_bad_request_is_one_line_and_writes_nothing(case, model, tmp_path, run
     assert message in errors[0]
     assert not list(tmp_path.iterdir())
     assert before == {path: path.read_bytes() for path in model.iterdir()}
+
+
+@pytest.mark.parametrize("stress", [Stress(value_outliers=Outliers(2, 1e7)), Stress(key_bias=1e5)])
+def test_weights_that_overflow_the_models_dtype_are_refused(stress):
+    with pytest.raises(ValueError, match="is not finite in float16 after the change"):
+        stressed(random_llama(tiny_config(num_hidden_layers=1), dtype=jnp.float16), stress)
 
 
 def test_a_key_bias_is_refused_where_keys_are_normalized_or_wider_heads_would_turn_otherwise():
