@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ class Sampling:
 
     def check(self) -> None:
         """ValueError, in one line, where a value is out of range."""
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy)")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be at least 0 (0 is greedy) and finite")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps all tokens)")
         if not 0 < self.top_p <= 1:

@@ -139,6 +139,8 @@ def test_a_stream_has_the_same_tokens_in_growing_pieces(sampling):
         ([[1, 96]], None, {}, "token id 96"),
         ([[1]], None, {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ([[1]], None, {"sampling": Sampling(temperature=-1.0)}, "temperature=-1.0 must be"),
+        ([[1]], None, {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan must be"),
+        ([[1]], None, {"sampling": Sampling(temperature=float("inf"))}, "temperature=inf must be"),
         ([[1]], None, {"sampling": Sampling(top_p=0.0)}, "top_p=0.0 must be"),
     ],
 )
