@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> None:
     if tokenizer is None:
         raise UserError(f"{options.model!r} has no tokenizer, which the demo needs to read its text")
     task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
+    for name, spec in caches:
+        inputs.warn_if_exact(name, kvq.layout(spec, config, 1, task.capacity), task.capacity - 1, f"in {task.capacity} tokens")
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype="float32")
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]

@@ -27,6 +27,7 @@ from models.cli import doctor_outliers, inputs
 from models.cli.console import UserError, input_errors, print_json, print_table
 from models.config import LlamaConfig
 from models.preparation import check_calibration, how_to_calibrate
+from models.quantized import is_dense, quantizes
 
 LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
@@ -108,14 +109,16 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
     exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
     if skipped:
         reason = "skip_layers names it"
-    elif all(exact.values()):
+    elif is_dense(spec):
         reason = "the cache is dense"
+    elif not quantizes(plan):
+        reason = "its options keep rows as they are"
     else:
         reason = next((f"{side} is dense" for side in exact if exact[side]), None)
     sides = {side: describe_side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
     return {
         "layer": index,
-        "quantized": not skipped and not all(exact.values()),
+        "quantized": quantizes(plan),
         "reason": reason,
         "no_kernel": dispatch.unsupported(plan, query_heads, 1),
         **sides,
@@ -262,7 +265,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
     """What is known to go wrong with this model and this cache, one sentence each."""
     spec, found = cache.spec, []
     windows = spec.sink + spec.recent + spec.block
-    if any(not isinstance(m, Dense) for m in (spec.k, spec.v)) and not spec.regions(cache.capacity).body_capacity:
+    if any(map(quantizes, cache.plans)) and not spec.regions(cache.capacity).body_capacity:
         found.append(f"nothing is quantized within {cache.capacity} tokens: the exact windows hold sink + recent + block = {windows}")
     if config.rope.rope_type == "dynamic":
         found.append(

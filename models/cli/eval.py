@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvq_jax as kvq
-from kvq_jax.methods.dense import Dense
 from models.checkpoint import load_llama
 from models.cli import inputs
-from models.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress, warn
+from models.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress
 from models.config import LlamaConfig
 from models.evaluation.results import BUCKETS, Evaluation
 from models.evaluation.run import BATCH, MOST_WINDOW, Settings, check_request, evaluate_caches
@@ -103,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
         models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
     for name, spec in options.cache:
-        warn_if_exact(name, spec, min(settings.window, text.ids.size), settings)
+        warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
     started = time.perf_counter()
     found = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
     result = report(options, config, text, settings, found, time.perf_counter() - started)
@@ -140,14 +139,12 @@ def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Se
     return config, text, settings, files
 
 
-def warn_if_exact(name: str, spec: kvq.CacheSpec, window: int, settings: Settings) -> None:
-    """Where no token reads a quantized one, the numbers say nothing of the cache."""
-    chunked = settings.mode == "chunked"
-    newest = (window - 1) // settings.chunk * settings.chunk if chunked else window - 1  # tokens in the cache when it is last read
-    coded = not (isinstance(spec.k, Dense) and isinstance(spec.v, Dense))
-    if coded and settings.mode != "fake" and not spec.regions(window).body(newest):
-        chunks = f" and chunks of {settings.chunk}" if chunked else ""
-        warn(f"{name}: in windows of {window} tokens{chunks} nothing is read quantized, so this is the exact model")
+def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
+    """`inputs.warn_if_exact` for windows of the cache's capacity."""
+    window, chunked = cache.capacity, settings.mode == "chunked"
+    newest = (window - 1) // settings.chunk * settings.chunk if chunked else window - 1
+    chunks = f" and chunks of {settings.chunk}" if chunked else ""
+    inputs.warn_if_exact(name, cache, None if settings.mode == "fake" else newest, f"in windows of {window} tokens{chunks}")
 
 
 def report(

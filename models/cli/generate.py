@@ -10,7 +10,6 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.cache import Cache
-from kvq_jax.methods.dense import Dense
 from models import decoding
 from models.checkpoint import load_llama
 from models.cli import inputs
@@ -20,6 +19,7 @@ from models.cli.timed import TimedGeneration
 from models.config import LlamaConfig
 from models.generation import STREAM_STEPS
 from models.preparation import prepare
+from models.quantized import quantized_tokens
 from models.sampling import Sampling
 
 CAPACITY_STEP = 64
@@ -164,7 +164,6 @@ def _report(
     """What was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
     dropped, kept = kvq.dropped_outliers(cache)
-    live, exact = int(cache.lengths[0]), isinstance(cache.spec.k, Dense) and isinstance(cache.spec.v, Dense)
     return {
         "cache": str(cache.spec),
         "capacity": cache.capacity,
@@ -173,7 +172,7 @@ def _report(
         "ratio": dense / stored,
         "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
         "bits_per_element": kvq.bits_per_element(cache.spec, request.config, cache.capacity, cache.dtype),
-        "quantized_tokens": 0 if exact else cache.spec.regions(cache.capacity).body(live),
+        "quantized_tokens": quantized_tokens(cache, int(cache.lengths[0])),
         "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(request.prompt),
         "new_tokens": len(ids),

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import kvq_jax as kvq
 from models import checkpoint
 from models.calibration.needs import needs
-from models.cli.console import UserError, input_errors
+from models.cli.console import UserError, input_errors, warn
 from models.config import LlamaConfig
 from models.preparation import check_calibration, check_weights
+from models.quantized import is_dense, quantized_tokens, quantizes
 
 EMBEDDED = "embedded"
 DTYPES = ("float32", "bfloat16")
@@ -129,6 +130,19 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
         else:
             return str(file)
     raise ValueError("; ".join(errors))
+
+
+def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
+    """Where nothing is read quantized though another cache than the exact one was asked for, the numbers say nothing of it.
+
+    cache: its layout; read: tokens in it when it is last read, None where windows do not matter; where: in words, for the warning.
+    """
+    if is_dense(cache.spec):
+        return
+    if not any(map(quantizes, cache.plans)):
+        warn(f"{name}: no layer of this model quantizes anything, so this is the exact model but for rounding")
+    elif read is not None and not quantized_tokens(cache, read):
+        warn(f"{name}: {where} nothing is read quantized, so this is the exact model")
 
 
 def raw_config(model: str) -> dict[str, Any]:

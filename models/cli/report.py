@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import kvq_jax as kvq
 from models.checkpoint import load_llama
 from models.cli import eval as evaluation
 from models.cli import inputs
@@ -112,7 +113,7 @@ def _made(options: argparse.Namespace) -> schema.Report:
         prepared = zip(options.cache, files, strict=True)
         candidates = [times.Candidate(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
     for name, spec in options.cache:
-        evaluation.warn_if_exact(name, spec, min(settings.window, text.ids.size), settings)
+        evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
     sample = min(options.sample, text.ids.size, config.max_position_embeddings)
     plan = Plan(options.model, options.text, command(options, settings, shown), settings, options.buckets, shown, options.steps, sample)
     return collect(plan, plain, candidates, text, bar)

@@ -131,6 +131,9 @@ def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+    longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
+    for text, spec in caches:
+        inputs.warn_if_exact(text, kvq.layout(spec, config, 1, longest), longest - 1, f"in samples of at most {longest} tokens")
     measured = []
     for (text, spec), model in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.accounting import layer_components
-from kvq_jax.methods.dense import Dense
 from models.cli.memory import parameter_bytes, working_bytes
 from models.config import LlamaConfig
 from models.evaluation.results import Bucket, Evaluation
 from models.evaluation.run import Settings, evaluate_caches
 from models.evaluation.text import TokenizedText
 from models.llama import Llama
+from models.quantized import is_dense
 from models.report import maps, schema, times
 
 CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted
@@ -39,10 +39,6 @@ class Plan(NamedTuple):
     contexts: tuple[int, ...]
     steps: int
     sample: int
-
-
-def is_dense(spec: kvq.CacheSpec) -> bool:
-    return isinstance(spec.k, Dense) and isinstance(spec.v, Dense)
 
 
 def collect(
