@@ -144,8 +144,8 @@ class Llama(nnx.Module):
         self.cache_parameters: Any = nnx.data(())
 
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> HiddenBTD:
-        """Rows of the embedding; a token id past the vocabulary gives NaN rather than another token's row."""
-        return jnp.take(self.embed[...], tokens_BT, axis=0, mode="fill")
+        """Rows of the embedding; a token id outside of the vocabulary gives NaN rather than another token's row."""
+        return self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
 
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
         """fp32 logits of the last layer's output."""

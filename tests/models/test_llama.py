@@ -110,9 +110,11 @@ def test_later_tokens_do_not_change_earlier_logits():
 
 def test_unknown_token_ids_give_nan_not_another_tokens_row():
     llama = random_llama(tiny_config())
-    hidden = jax.jit(lambda llama, tokens: llama.embed_tokens(tokens))(llama, jnp.asarray([[3, llama.config.vocab_size]]))
-    assert np.isfinite(hidden[0, 0]).all()
-    assert np.isnan(hidden[0, 1]).all()
+    vocabulary = llama.config.vocab_size
+    tokens = jnp.asarray([[0, 3, vocabulary - 1, vocabulary, -1, -vocabulary, -2_000_000_000]])
+    hidden = np.asarray(jax.jit(lambda llama, tokens: llama.embed_tokens(tokens))(llama, tokens))[0]
+    assert (hidden[:3] == np.asarray(llama.embed[...])[[0, 3, -1]]).all()
+    assert np.isnan(hidden[3:]).all(), np.isnan(hidden).all(-1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1)])
