@@ -2,10 +2,14 @@
 
 All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
 go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
+
+A cache may have another dtype than the model: exact rows (all rows of `dense`) are rounded to the cache's, which `init_cache` and
+`load_llama` both set to bfloat16 unless told otherwise. Give both the same for what the exact model computes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal
@@ -20,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache import Cache
+from kvq_jax.cache import Cache, dims_of
 from kvq_jax.layer import decode_layer, prefill_layer
 from models.llama import HiddenBTD, Llama
 from models.rope import rope_for
@@ -79,8 +83,9 @@ def decode_step(
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
     implementation (static): what reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one
-    that cannot run raises ValueError with the reason.
+    that cannot run raises ValueError with the reason, and so does a cache of another model.
     """
+    check_dims(llama, cache)
     tokens = token if token.ndim == 2 else token[:, None]
     valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None] < cache.capacity
     if active is not None:
@@ -177,8 +182,7 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: Array
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
-    if cache.dims.num_hidden_layers != len(llama.layers):
-        raise ValueError(f"the cache has {cache.dims.num_hidden_layers} layers, the model {len(llama.layers)}")
+    check_dims(llama, cache)
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
@@ -198,6 +202,15 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: Array
         parts = f"{held[row]} cached + {new[row]} prompt" + (f" + {new_tokens} new" if new_tokens else "")
         raise ValueError(f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is {cache.capacity}")
     return tokens, lengths
+
+
+def check_dims(llama: Llama, cache: Cache) -> None:
+    """ValueError, in one line, where the cache has the shape of another model's. Looks at static values only."""
+    own, given = dims_of(llama.config), cache.dims
+    names = [field.name for field in dataclasses.fields(own)]
+    different = [f"{n}={getattr(given, n)} and not {getattr(own, n)}" for n in names if getattr(given, n) != getattr(own, n)]
+    if different:
+        raise ValueError(f"the cache is one of another model: it has {', '.join(different)}")
 
 
 def right_padded(sequences: list[list[int]], pad: int = 0) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

@@ -259,8 +259,20 @@ def test_token_ids_in_padding_are_not_looked_at():
 
 def test_a_cache_of_another_model_is_refused():
     other = kvq.init_cache("kivi", tiny_config(num_hidden_layers=1), 1, 32, "float32")
-    with pytest.raises(ValueError, match="the cache has 1 layers, the model 2"):
+    with pytest.raises(ValueError, match="num_hidden_layers=1 and not 2"):
         prefill(model(), other, [[1]])
+
+
+@pytest.mark.parametrize("fields", [{"num_attention_heads": 8, "head_dim": 16}, {"num_key_value_heads": 4}, {"head_dim": 32}])
+def test_a_cache_of_other_heads_is_refused_by_field(fields):
+    config, (name, value) = tiny_config(**fields), next(iter(fields.items()))
+    other = kvq.init_cache("dense", config, 1, 32, "float32")
+    message = f"^the cache is one of another model: it has {name}={value} and not {getattr(model().config, name)}"
+    for step in (lambda: prefill(model(), other, [[1]]), lambda: score(model(), other, [[1]])):
+        with pytest.raises(ValueError, match=message):
+            step()
+    with pytest.raises(ValueError, match=message):
+        jax.jit(decode_step)(model(), other, jnp.asarray([1]))
 
 
 def test_prepare_is_the_identity_for_methods_without_parameters_and_refuses_a_calibration():
