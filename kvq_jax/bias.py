@@ -66,6 +66,9 @@ class BiasSubtracting(Codec):
     def calibration_key(self) -> str:
         return f"{self.inner.calibration_key()},{OPTION}"
 
+    def weights_key(self) -> str:
+        return OPTION
+
     def from_weights(self, weights: LayerWeights) -> Tree:
         check_bias(weights)
         return {**(self.inner.from_weights(weights) or {}), "bias": weights.k_bias}

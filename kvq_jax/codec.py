@@ -86,6 +86,11 @@ class Codec(abc.ABC):
         """The options that calibrated parameters depend on, as text: parameters of one key serve every codec with that key."""
         return ""
 
+    def weights_key(self) -> str:
+        """The options that parameters from the layer's weights depend on, as text; empty for codecs that take none. A codec that is
+        calibrated too names them in its `calibration_key`."""
+        return ""
+
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first. Leaves have a leading batch axis."""
         return ()

@@ -27,6 +27,7 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import Cache, dims_of
 from kvq_jax.layer import decode_layer, prefill_layer
 from models.llama import HiddenBTD, Llama
+from models.preparation import parameters_for
 from models.rope import rope_for
 
 FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
@@ -49,7 +50,7 @@ def prefill(
     cache's buffers are consumed.
 
     One layer's keys and values for the whole prompt exist at a time. implementation: what quantizes them, see `decode_step`. Raises
-    ValueError where tokens do not fit the vocabulary or the capacity.
+    ValueError where tokens do not fit the vocabulary or the capacity, or the model was prepared for another cache.
     """
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
     if logits not in ("last", "all"):
@@ -142,7 +143,7 @@ def _advance(
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     rope = rope_for(llama.config, cache.capacity)
     hidden = llama.embed_tokens(tokens)
-    parameters = llama.cache_parameters or ((),) * len(llama.layers)
+    parameters = parameters_for(llama, cache.spec)
     states, carry = [], ()
     step = jax.jit(layer_step, static_argnums=0)  # equal layers are traced and lowered once
     for layer, plan, own, state in zip(llama.layers, cache.plans, parameters, cache.layers, strict=True):
@@ -174,7 +175,7 @@ def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N
 
 def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
     """tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
-    capacity.
+    capacity, or the model carries parameters for another cache.
 
     `new_tokens` are those that will be generated after them. Traced values cannot be looked at: inside a caller's jit only shapes are
     checked.
@@ -183,6 +184,7 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: Array
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
     check_dims(llama, cache)
+    parameters_for(llama, cache.spec)
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")

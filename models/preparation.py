@@ -1,8 +1,12 @@
-"""Method parameters: what a cache method needs beside the codes, calibrated on a text or made from the weights, carried by the model."""
+"""Method parameters: what a cache method needs beside the codes, calibrated on a text or made from the weights, carried by the model.
+
+With them goes what they were made for, as static text: `parameters_for` hands them to no cache that needs others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvq_jax.array_types import LayerWeights
+from kvq_jax.array_types import LayerWeights, Tree
 from kvq_jax.bias import check_bias
-from kvq_jax.cache import dims_of, plans
+from kvq_jax.cache import CacheDims, dims_of, plans
+from kvq_jax.codec import Codec
+from kvq_jax.method import Method
 from kvq_jax.plan import LayerPlan
 from kvq_jax.spec import CacheSpec, parse
 from models.calibration.file import Calibration, check_tensors, read_calibration
@@ -23,6 +29,25 @@ from models.llama import Layer, Llama, abstract_llama
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
 Progress = Callable[[Sequence[int], str], Iterable[int]]  # shows how far a loop over layers is
+Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
+
+
+class CacheParameters(tuple[tuple[Tree, Tree], ...]):
+    """(k, v) of every layer: a tree of arrays, or () for a side that needs none. A pytree node whose `made_for` is static."""
+
+    made_for: Purpose | None
+
+    def __new__(cls, layers: Iterable[tuple[Tree, Tree]], made_for: Purpose | None = None) -> CacheParameters:
+        made = super().__new__(cls, layers)
+        made.made_for = made_for
+        return made
+
+
+jax.tree_util.register_pytree_with_keys(
+    CacheParameters,
+    lambda node: ([(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(node)], node.made_for),
+    lambda made_for, layers: CacheParameters(layers, made_for),
+)
 
 
 def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = None, progress: Progress | None = None) -> Llama:
@@ -41,6 +66,25 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
     prepared = jax.tree.map(lambda leaf: leaf, llama)
     prepared.cache_parameters = nnx.data(parameters)
     return prepared
+
+
+def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
+    """What the model carries for each layer of a cache of `spec`: a pair (k, v), or () where it carries nothing at all.
+
+    ValueError names the first side whose parameters were made for other options than the cache needs. Parameters that nobody asks for are
+    no error, nor are those that were put into the model by hand, of which nothing is known.
+    """
+    carried = llama.cache_parameters
+    made_for = getattr(carried, "made_for", None)
+    if made_for is not None:
+        for layer, (made, needed) in enumerate(zip(made_for, _purpose(spec, dims_of(llama.config)), strict=True)):
+            for side, own, asked in zip(("keys", "values"), made, needed, strict=True):
+                if asked not in ("", own):
+                    raise ValueError(
+                        f"the model's parameters for {side} of layer {layer} were made for {own or 'no method'!r}, and the cache "
+                        f"{str(spec)!r} needs those for {asked!r}: prepare(llama, {str(spec)!r}) makes them"
+                    )
+    return carried or ((),) * len(llama.layers)
 
 
 def layer_weights(layer: Layer) -> LayerWeights:
@@ -84,20 +128,33 @@ def how_to_calibrate(spec: CacheSpec) -> str:
     return f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then give --calibration F.safetensors"
 
 
-def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None) -> tuple[Any, ...]:
-    """(k, v) of every layer: a tree of arrays, or () for a side that needs none; () where no side of any layer needs any."""
+def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None) -> CacheParameters | tuple[()]:
+    """The parameters of every layer; () where no side of any layer needs any."""
     sides: dict[tuple[int, str], Any] = {}
     if calibration is not None:
         for name, need in needs(spec, llama.config).items():
             sides[need.layer, need.side] = {own: jnp.asarray(calibration.tensors[f"{name}.{own}"]) for own in need.parameters}
-    weighted = [i for i, plan in enumerate(_plans(llama, spec)) if plan.k.takes_weights or plan.v.takes_weights]
+    dims = dims_of(llama.config)
+    weighted = [i for i, plan in enumerate(_plans(spec, dims)) if plan.k.takes_weights or plan.v.takes_weights]
     for layer in progress(weighted, "preparing layers") if progress else weighted:
-        pair = _plans(llama, spec)[layer].from_weights(layer_weights(llama.layers[layer]))
+        pair = _plans(spec, dims)[layer].from_weights(layer_weights(llama.layers[layer]))
         sides |= {(layer, side): sides.get((layer, side), {}) | own for side, own in zip(("k", "v"), pair, strict=True) if own}
     if not sides:
         return ()
-    return tuple((sides.get((layer, "k"), ()), sides.get((layer, "v"), ())) for layer in range(llama.config.num_hidden_layers))
+    layers = ((sides.get((layer, "k"), ()), sides.get((layer, "v"), ())) for layer in range(llama.config.num_hidden_layers))
+    return CacheParameters(layers, _purpose(spec, dims))
 
 
-def _plans(llama: Llama, spec: CacheSpec) -> tuple[LayerPlan, ...]:
-    return plans(spec, dims_of(llama.config), spec.sink + spec.recent + spec.block, "float32")
+@functools.cache
+def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
+    """What the parameters of a cache of `spec` have to be made for."""
+
+    def side(method: Method, codec: Codec) -> str:
+        options = codec.calibration_key() if codec.parameters(dims.num_key_value_heads) else codec.weights_key()
+        return f"{method.name}:{options}" if options else ""
+
+    return tuple((side(spec.k, plan.k), side(spec.v, plan.v)) for plan in _plans(spec, dims))
+
+
+def _plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
+    return plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")

@@ -20,6 +20,7 @@ import kvq_jax as kvq
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
 from kvq_jax.spec import CacheSpec
 from models.llama import HiddenBTD, Llama
+from models.preparation import parameters_for
 from models.rope import rope_for
 
 QUERY_CHUNK = 256  # queries whose scores exist at a time
@@ -36,7 +37,7 @@ def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fa
     positions = jnp.broadcast_to(index[None], (batch, length))
     valid = index[None] < lengths[:, None]
     rope = rope_for(llama.config, length)
-    parameters = llama.cache_parameters or ((),) * len(llama.layers)
+    parameters = ((),) * len(llama.layers) if fake is None else parameters_for(llama, fake)
     hidden, carry = llama.embed_tokens(tokens), ()
     for number, (layer, own) in enumerate(zip(llama.layers, parameters, strict=True)):
         inputs = layer.attention_inputs(hidden, positions, valid, rope)

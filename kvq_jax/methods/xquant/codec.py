@@ -105,6 +105,9 @@ class XCodec(_XRows):
     def joint(self) -> bool:
         return not self.latent
 
+    def weights_key(self) -> str:
+        return f"latent={str(self.latent).lower()}"
+
     def from_weights(self, weights: LayerWeights) -> Tree:
         if not self.latent:
             return {"k": projection(weights, "k"), "v": projection(weights, "v")}
@@ -149,6 +152,9 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
 
     def accumulator(self, batch: int, tokens: int) -> Leaf:
         return Leaf((batch, tokens, self.width), self.accumulator_dtype, 1)
+
+    def weights_key(self) -> str:
+        return f"latent={str(self.latent).lower()},reading={self.reading}"
 
     def from_weights(self, weights: LayerWeights) -> Tree:
         k, v = projection(weights, "k"), projection(weights, "v")
