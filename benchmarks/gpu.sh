@@ -65,6 +65,8 @@ for attempt in 1 2 3 4; do
     esac
 done
 
+# Decode steps: at the first shape in both arithmetics, of which decode_step takes one by default. Kernels come first, XLA last, once where it
+# takes long. A row is written as soon as it is measured; a shape takes up to 40 s, but the first, which has the most programs.
 limit=$((TOTAL - SECONDS))
 stage "decode steps" "$limit" "$PYTHON" -m benchmarks.step --json "$folder/step_$NAME.json" --seconds $((limit - 40))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,19 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-import kvq_jax as kvq
 from benchmarks.attention import one_dot_query_first
+from benchmarks.bodies import CHECKED_HEADS, bodies_of, checked_part
 from benchmarks.common import Shape
-from benchmarks.device_timing import TINY, random_words, uniform
-from kvq_jax import quantized
+from benchmarks.device_timing import TINY, uniform
 from kvq_jax.attention import reference
-from kvq_jax.body import Leaf, load_body
-from kvq_jax.cache import CacheDims
-from kvq_jax.codec import Codec
-from kvq_jax.quantized import Quantized
 from pallas_kernels._launch import Launch
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.sides import Side
+from pallas_kernels.sides import Dense
 
 MODELS = {  # KV heads, query heads of each, head dim
     "Llama-3.2-1B": (8, 4, 64),
@@ -36,9 +30,11 @@ MODELS = {  # KV heads, query heads of each, head dim
 SPECS = (
     *("dense", "kivi:bits=2", "kivi:bits=4", "innerq:bits=1,mode=sym"),
     *("innerq:bits=2", "innerq:bits=3,mode=sym", "innerq:bits=8,mode=asym"),
+    *("kvquant:bits=3,outliers=0.01", "kvquant:bits=4,outliers=0.01"),
 )
+MORE_SPECS = ("kivi:bits=4,pre_rope=true", "nf4", "polarquant")  # at one shape only
 DEQUANTIZED = "kivi:bits=4"  # the cache of the candidate that dequantizes before it attends
-CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the reference
+INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
 PROCESSORS = 132  # of an H200: so many programs, at least, occupy it
 
 
@@ -56,8 +52,10 @@ class Task:
     """A candidate at one shape, before it is compiled. All functions are traced.
 
     start: makes the loop's x. copy: makes the arrays of one copy from a seed. calls: (arithmetic, call(x, copy)). feed: the next x, from x
-    and a result. idle: x with nothing live, or None. check: (found, wanted) of a result, on a part of it. bf16: keys and values are exact.
-    Bytes: moved by a call at least, of a copy, and of what a call writes beside.
+    and a result. idle: x with nothing live, or None. check: (found, wanted) of a result, on a part of it, or None where there is nothing
+    to compare with. bf16: keys and values are exact. remark: what a reader of the row must know. Bytes: moved by a call at least, of a
+    copy, and of what a call writes beside. At least: arrays of a copy are read once; of the products, weights are read and scores written
+    too; attention's queries and result are not counted.
     """
 
     bf16: bool
@@ -68,8 +66,9 @@ class Task:
     copy: Callable[[Array], Any]
     calls: tuple[tuple[str, Callable[[Any, Any], Any]], ...]
     feed: Callable[[Any, Any], Any]
-    check: Callable[[Any, Any, Any], tuple[Array, Array]]
+    check: Callable[[Any, Any, Any], tuple[Array, Array]] | None
     idle: Callable[[Any], Any] | None = None
+    remark: str = ""
 
 
 def shape_of(model: str, tokens: int, batch: int) -> Shape:
@@ -79,66 +78,6 @@ def shape_of(model: str, tokens: int, batch: int) -> Shape:
 
 def name_of(how: Launch) -> str:
     return "interpreted" if how.interpret else how.arithmetic
-
-
-# Stored arrays
-
-
-def codecs_of(spec: str, shape: Shape) -> tuple[Codec, Codec]:
-    heads = shape.kv_heads * shape.group
-    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
-    plan = kvq.parse(spec).layer(0, dims, shape.tokens, "bfloat16")
-    return plan.k, plan.v
-
-
-def leaves_of(codec: Codec, shape: Shape) -> Any:
-    """The tree of `Leaf` of a body that holds all tokens."""
-    return codec.body(shape.batch, shape.kv_heads, shape.tokens)
-
-
-def bytes_of(leaves: Any) -> int:
-    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))
-
-
-def side_of(codec: Codec, leaves: Any) -> Side:
-    """What kernels need to know of the body. ValueError where they cannot read it."""
-    side = codec.kernel_side()
-    if isinstance(side, str):
-        raise ValueError(side)
-    largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves))
-    if largest >= 2**31:
-        raise ValueError(f"an array has {largest} elements, past the kernels' 32-bit offsets")
-    return side
-
-
-def random_body(leaves: Any, seed: Array) -> Any:
-    """Arrays as a cache stores them: random codes, scales and zeros that decode to about -1 .. 1, or random rows."""
-    if isinstance(leaves, Leaf):
-        return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
-    assert isinstance(leaves, Quantized)
-    step, scale = 2 / (2**leaves.format.code_bits - 1), leaves.scale
-    assert isinstance(scale, Leaf)
-
-    def statistic(offset: int, low: float, high: float) -> Array:
-        return scale.store(uniform(scale.shape, seed + jnp.uint32(offset), low, high, scale.dtype))
-
-    return Quantized(
-        tuple(random_words(words.shape, seed + jnp.uint32(1000 * i)) for i, words in enumerate(leaves.words)),
-        statistic(2000, 0.7 * step, 1.3 * step),
-        None if leaves.zero is None else statistic(3000, -1.2, -0.8),
-        leaves.format,
-    )
-
-
-def exact_rows(leaves: Any, stored: Any) -> Float[Array, "B K S H"]:
-    """The rows that stored arrays, or a part of them, stand for."""
-    body = load_body(leaves, stored)
-    return quantized.dequantize(body) if isinstance(body, Quantized) else body
-
-
-def checked_part(stored: Any) -> Any:
-    """What of arrays [B, K, ...] is compared with the reference."""
-    return jax.tree.map(lambda array: array[:1, :CHECKED_HEADS], stored)
 
 
 # Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32
@@ -153,7 +92,7 @@ def attention_tasks(shape: Shape, hows: Sequence[Launch], specs: Sequence[str] =
     if shape.group > 1:
         found["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
     if (splits := _useful_splits(shape)) > 1:
-        found["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH")
+        found["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
     found[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
     found |= {spec: functools.partial(_fused, shape, spec, tuple(hows)) for spec in specs}
     return [Planned("attention", name, make) for name, make in found.items()]
@@ -182,41 +121,40 @@ def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]
 
 def _fused(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
     """Our kernel, over everything that a cache of this spec would hold in its body."""
-    leaves = tuple(leaves_of(codec, shape) for codec in codecs_of(spec, shape))
-    k_side, v_side = (side_of(codec, body) for codec, body in zip(codecs_of(spec, shape), leaves, strict=True))
+    k, v = bodies = bodies_of(spec, shape)
 
     def call(how: Launch, x: tuple[Array, Array], copy: Any) -> Array:
-        k, v = (jax.tree.leaves(stored) for stored in copy)
-        part = decode_attention(x[0], (k_side, k), (v_side, v), x[1], capacity=shape.tokens, how=how)
+        keys, values = ((body.side, body.arrays(one)) for body, one in zip(bodies, copy, strict=True))
+        part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, how=how)
         return part.o / jnp.maximum(part.l, 1e-30)
 
     return attention_task(
         shape,
-        spec == "dense",
-        bytes_of(leaves),
-        copy=lambda seed: tuple(random_body(body, seed * 2 + jnp.uint32(i)) for i, body in enumerate(leaves)),
+        all(isinstance(body.side, Dense) for body in bodies),
+        k.nbytes + v.nbytes,
+        copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
         calls=tuple((name_of(how), jax.jit(functools.partial(call, how))) for how in hows),
-        check=lambda x, copy, out: compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
+        check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
         idle=lambda x: (x[0], jnp.zeros_like(x[1])),
     )
 
 
 def _dequantized(shape: Shape) -> Task:
     """All rows are written to memory in bf16 before they are attended to."""
-    leaves = tuple(leaves_of(codec, shape) for codec in codecs_of(DEQUANTIZED, shape))
+    k, v = bodies = bodies_of(DEQUANTIZED, shape)
 
     def call(x: tuple[Array, Array], copy: Any) -> Array:
-        rows = lax.optimization_barrier(tuple(exact_rows(*pair).astype(jnp.bfloat16) for pair in zip(leaves, copy, strict=True)))
-        return _naive(x[0], *rows)
+        rows = (body.rows(one).astype(jnp.bfloat16) for body, one in zip(bodies, copy, strict=True))
+        return _naive(x[0], *lax.optimization_barrier(tuple(rows)))
 
     return attention_task(
         shape,
         False,
-        bytes_of(leaves),
+        k.nbytes + v.nbytes,
         temp_bytes=_exact_bytes(shape),
-        copy=lambda seed: tuple(random_body(body, seed * 2 + jnp.uint32(i)) for i, body in enumerate(leaves)),
+        copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
         calls=(("", call),),
-        check=lambda x, copy, out: compared(x[0], map(exact_rows, leaves, checked_part(copy)), out),
+        check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
     )
 
 
@@ -225,7 +163,7 @@ def _exact_bytes(shape: Shape) -> int:
     return 4 * shape.batch * shape.kv_heads * shape.tokens * shape.head_dim
 
 
-def _others(shape: Shape, attend: Callable[..., Array], axes: str) -> Task:
+def _others(shape: Shape, attend: Callable[..., Array], axes: str, remark: str = "") -> Task:
     """Exact bf16 keys and values with their axes in this order."""
     sizes = {"B": shape.batch, "K": shape.kv_heads, "S": shape.tokens, "H": shape.head_dim}
 
@@ -243,6 +181,7 @@ def _others(shape: Shape, attend: Callable[..., Array], axes: str) -> Task:
         ),
         calls=(("", lambda x, copy: attend(x[0], *copy)),),
         check=check,
+        remark=remark,
     )
 
 
@@ -270,7 +209,8 @@ def _cudnn_grouped(q: Array, k: Array, v: Array) -> Array:
 
 
 def _cudnn_split(splits: int, q: Array, k: Array, v: Array) -> Array:
-    """The same for each of some runs of tokens, as sequences of a larger batch, merged by their logarithms of sums."""
+    """The same for each of some runs of tokens, as sequences of a larger batch, merged by their logarithms of sums. `jax.nn` gives these
+    in the dtype of the result, so a run's weight errs by up to 2^-9 of its logarithm: a few percent of the result."""
     batch, heads, group, channels = q.shape
 
     def cut(rows: Array) -> Array:

@@ -23,12 +23,14 @@ def now() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class KernelRow:
-    """One candidate at one shape; times are of one call on the device.
+    """One candidate at one shape; times are of one call (device_timing.py), or of one decode step.
 
-    section: attention, scores (q . K^T), values (p . V), quantize, bandwidth or step. model: whose shape it is. arithmetic: of our
-    kernels, "" for other code. bf16: keys and values are not quantized. moved_bytes: that a call must move at least. cold: the copies that
-    calls take in turn exceed the L2 twofold. idle_ms: median of the same program over no live token: launches and the merge. error: largest
-    relative error of an output row against the reference on the same codes. failure: one line, where there is no time or no error.
+    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values, polarquant keys, bandwidth or step. model:
+    whose shape it is. arithmetic: of our kernels, "" for other code. bf16: keys and values are not quantized. moved_bytes: that a call must
+    move at least. cold: the copies that calls take in turn exceed the L2 twofold. idle_ms: median of the same program over no live token:
+    launches and the merge; None where a program has no such input. error: largest relative error of an output row against the reference on
+    the same codes; None where it was not measured. remark: what a reader must know of the time or the error. failure: one line, where there
+    is no time or no error that should be there.
     """
 
     section: str
@@ -44,7 +46,13 @@ class KernelRow:
     samples_ms: tuple[float, ...] = ()
     idle_ms: float | None = None
     error: float | None = None
+    remark: str = ""
     failure: str = ""
+
+    @property
+    def mostly_launches(self) -> bool:
+        """Whether the same launches without any token take more than half of the time."""
+        return self.idle_ms is not None and bool(self.samples_ms) and self.idle_ms > 0.5 * self.median_ms
 
     @property
     def median_ms(self) -> float:
@@ -74,7 +82,7 @@ class KernelRow:
 
 
 @dataclasses.dataclass
-class KernelReport:
+class TimingReport:
     """Rows so far. skipped: cases for which no time was left. running: empty rows of what is being compiled or timed now, so that a file
     which a crash left behind names its cause."""
 
@@ -89,12 +97,12 @@ class KernelReport:
     running: list[KernelRow] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def here(cls, title: str, command: Sequence[str]) -> KernelReport:
+    def here(cls, title: str, command: Sequence[str]) -> TimingReport:
         """An empty report of this process's first device."""
         device = jax.devices()[0].device_kind
         return cls(title, " ".join(["python -m", *command]), now(), device, jax.__version__, platform.python_version())
 
-    def resumed(self, earlier: KernelReport) -> KernelReport:
+    def resumed(self, earlier: TimingReport) -> TimingReport:
         """The earlier report, to go on with here. ValueError where it was begun on another device or version."""
         for name in ("title", "device", "jax_version"):
             if getattr(self, name) != getattr(earlier, name):
@@ -117,7 +125,7 @@ class KernelReport:
         return min(found, key=lambda other: other.median_ms, default=None)
 
     def ratio(self, row: KernelRow) -> float | None:
-        """Time relative to the best bf16 candidate's."""
+        """The median time over that of the best bf16 candidate. They were timed one after the other, not in turn."""
         best = self.best_bf16(row)
         return row.median_ms / best.median_ms if best and row.samples_ms else None
 
@@ -139,7 +147,7 @@ class KernelReport:
         return dataclasses.asdict(row) | {"derived": derived}
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> KernelReport:
+    def read(cls, path: str | os.PathLike[str]) -> TimingReport:
         fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         return cls(**(fields | {name: [KernelRow.from_json(row) for row in fields[name]] for name in ("rows", "running")}))
 

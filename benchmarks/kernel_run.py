@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.common import Shape, relative_error
 from benchmarks.device_timing import Timing, sampled_ms, timing_loop
 from benchmarks.kernel_candidates import Planned, Task
-from benchmarks.kernel_report import KernelReport, KernelRow, is_fatal, one_line
+from benchmarks.kernel_report import KernelRow, TimingReport, is_fatal, one_line
 
 MEMORY_LIMIT = 100 << 30  # bytes of a candidate's copies and temporaries
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -26,7 +26,7 @@ class FatalError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The compiled loop of one arithmetic: `calls` calls. check: (found, wanted). Or why there is none."""
+    """The compiled loop of one arithmetic: `calls` calls. check: (found, wanted), None for a task without. Or why there is none."""
 
     arithmetic: str
     calls: int = 0
@@ -59,7 +59,8 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
     for arithmetic, call in task.calls:
         try:
             loop = jax.jit(timing_loop(call, task.feed, steps)).lower(x, [copy] * copies).compile()
-            check = check or jax.jit(task.check).lower(x, copy, jax.eval_shape(call, x, copy)).compile()
+            if task.check is not None:
+                check = check or jax.jit(task.check).lower(x, copy, jax.eval_shape(call, x, copy)).compile()
             variants.append(Variant(arithmetic, steps * copies + 1, loop, check))
         except Exception as error:  # whatever a compiler may raise concerns this variant alone
             variants.append(Variant(arithmetic, failure=one_line(error)))
@@ -67,7 +68,7 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
 
 
 def run_case(
-    model: str, shape: Shape, tasks: Sequence[Planned], report: KernelReport, save: Callable[[], None], timing: Timing, threads: int
+    model: str, shape: Shape, tasks: Sequence[Planned], report: TimingReport, save: Callable[[], None], timing: Timing, threads: int
 ) -> None:
     """Adds rows for each candidate to the report, and saves it. FatalError where only a new process can go on."""
     blanks = [KernelRow(task.section, model, shape, task.candidate) for task in tasks]
@@ -104,7 +105,8 @@ def _compiled_or_failure(task: Planned, timing: Timing) -> Compiled | str:
 def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelRow]:
     """The rows of a task's variants; its arrays live only here."""
     task = item.task
-    row = dataclasses.replace(blank, bf16=task.bf16, moved_bytes=task.moved_bytes, copies=item.copies, cold=timing.is_cold(task.copy_bytes))
+    cold = timing.is_cold(task.copy_bytes)
+    row = dataclasses.replace(blank, bf16=task.bf16, moved_bytes=task.moved_bytes, copies=item.copies, cold=cold, remark=task.remark)
     rows = [dataclasses.replace(row, arithmetic=variant.arithmetic, failure=variant.failure) for variant in item.variants]
     if not any(variant.loop for variant in item.variants):
         return rows
@@ -119,7 +121,7 @@ def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelR
 
 def _timed(row: KernelRow, variant: Variant, task: Task, x: Any, copies: list[Any], timing: Timing) -> KernelRow:
     loop, check = variant.loop, variant.check
-    if loop is None or check is None:
+    if loop is None:
         return row
     try:
         samples = sampled_ms(lambda: loop(x, copies), variant.calls, timing.samples)
@@ -127,6 +129,8 @@ def _timed(row: KernelRow, variant: Variant, task: Task, x: Any, copies: list[An
         if task.idle is not None:
             idle = task.idle(x)
             row = dataclasses.replace(row, idle_ms=float(np.median(sampled_ms(lambda: loop(idle, copies), variant.calls, 3))))
+        if check is None:
+            return row
         last, out = loop(x, copies)
         return dataclasses.replace(row, error=relative_error(*check(last, copies[-1], out)))
     except Exception as error:

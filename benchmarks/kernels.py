@@ -1,8 +1,9 @@
 """GPU kernels against the memory's speed and the best bf16 code at hand: decode attention, its two products, quantizing and packing.
 
-Every time is of the device, from loops of many calls (device_timing.py); errors are against the reference on the same codes. Cases run in
-the order of their weight until the time is used up, and the file holds what was measured whenever the run ends. --resume goes on with a
-file whose run was cut short. Printed at the end: the papers' tables with our times beside theirs.
+Times are of loops of many calls (device_timing.py); those of small shapes may be of launches, as the times without a token show. Errors
+are against the reference on the same codes. Cases run in the order of their weight until the time is used up, and the file holds what was
+measured whenever the run ends. --resume goes on with a file whose run was cut short. Printed at the end: the papers' tables with our times
+beside theirs.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ import jax
 from benchmarks import kvquant_candidates, paper_tables, polarquant_candidates
 from benchmarks.common import Shape
 from benchmarks.device_timing import SHORT, Timing, bandwidth_samples
-from benchmarks.kernel_candidates import MODELS, SPECS, Planned, attention_tasks, shape_of
-from benchmarks.kernel_report import KernelReport, KernelRow, one_line
+from benchmarks.kernel_candidates import MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
+from benchmarks.kernel_report import KernelRow, TimingReport, one_line
 from benchmarks.kernel_run import FatalError, run_case
 from benchmarks.markdown import table
 from benchmarks.product_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
 from pallas_kernels._launch import Launch
 
-ALL_SPECS = (*SPECS, *kvquant_candidates.ATTENTION_SPECS)
 SECTIONS = ("attention", "products", "quantize", "kvquant", "polarquant")
 KVQUANT = kvquant_candidates.MODEL
 LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
@@ -37,22 +37,23 @@ RESTART = 3  # exit status that asks for another run with --resume
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """All candidates of a section at one shape. both: in either arithmetic, where the command line does not choose."""
+    """All candidates of a section at one shape. Where the command line does not choose: both, in either arithmetic; specs, the caches that
+    are attended to."""
 
     section: str
     model: str
     shape: Shape
     both: bool = False
+    specs: tuple[str, ...] = SPECS
 
     @property
     def name(self) -> str:
-        return f"{self.section}, {self.model}, {self.shape.tokens} tokens, batch {self.shape.batch}"
+        caches = "" if self.specs == SPECS else f", {' '.join(self.specs)}"
+        return f"{self.section}, {self.model}, {self.shape.tokens} tokens, batch {self.shape.batch}{caches}"
 
     def tasks(self, hows: Sequence[Launch], specs: Sequence[str]) -> list[Planned]:
         if self.section == "attention":
-            tables = [spec for spec in specs if spec.startswith("kvquant")]
-            others = [spec for spec in specs if spec not in tables]
-            return attention_tasks(self.shape, hows, others) + kvquant_candidates.attention_tasks(self.shape, hows, tables)
+            return attention_tasks(self.shape, hows, specs or self.specs)
         if self.section == "kvquant":
             return kvquant_candidates.table_tasks(self.shape, hows)
         if self.section == "polarquant":
@@ -64,8 +65,8 @@ def default_cases() -> list[Case]:
     """Every shape of the table, MODELS x LENGTHS x BATCHES, and of the papers' tables, in the order of its weight: a run may end before the
     last. Llama 3.1 8B comes first, and of it what shows most."""
 
-    def attention(model: str, *points: tuple[int, int], both: bool = False) -> list[Case]:
-        return [Case("attention", model, shape_of(model, tokens, batch), both) for tokens, batch in points]
+    def attention(model: str, *points: tuple[int, int], both: bool = False, specs: tuple[str, ...] = SPECS) -> list[Case]:
+        return [Case("attention", model, shape_of(model, tokens, batch), both, specs) for tokens, batch in points]
 
     def paper(section: str, *lengths: int, models: Sequence[str] = tuple(PAPER_MODELS)) -> list[Case]:
         return [Case(section, model, paper_shape(model, tokens)) for tokens in lengths for model in models]
@@ -76,6 +77,7 @@ def default_cases() -> list[Case]:
     found += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
     found += paper("polarquant", *paper_tables.POLAR_LENGTHS, models=(polarquant_candidates.MODEL,))
     found += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
+    found += attention("Llama-3.1-8B", (32768, 16), both=True, specs=MORE_SPECS)
     others = [model for model in MODELS if model != "Llama-3.1-8B"]
     for model in others:
         found += attention(model, (32768, 16), (32768, 1))
@@ -84,9 +86,9 @@ def default_cases() -> list[Case]:
     for points in ((4096, 16), (4096, 1), (131072, 1), (131072, 16)), every:
         for model in others:
             found += attention(model, *points)
-    first: dict[tuple[str, str, Shape], Case] = {}
+    first: dict[str, Case] = {}
     for case in found:
-        first.setdefault((case.section, case.model, case.shape), case)
+        first.setdefault(case.name, case)
     return list(first.values())
 
 
@@ -113,16 +115,16 @@ def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
 
 def run(
     cases: Sequence[Case],
-    report: KernelReport,
+    report: TimingReport,
     path: str | os.PathLike[str],
     timing: Timing,
     *,
     hows: Sequence[Launch] = (),
-    specs: Sequence[str] = ALL_SPECS,
+    specs: Sequence[str] = (),
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
-    """Measures what the report lacks. hows: how kernels are launched, where not as each case says."""
+    """Measures what the report lacks. hows, specs: how kernels are launched, and the caches they attend to, where not as each case says."""
 
     def save() -> None:
         report.write(path)
@@ -150,7 +152,7 @@ def run(
     save()
 
 
-def note_crash(report: KernelReport) -> set[tuple[str, str, Shape, str]]:
+def note_crash(report: TimingReport) -> set[tuple[str, str, Shape, str]]:
     """Where an earlier process ended without a word: the one candidate that ran gets a row that says so; of several that were being
     compiled, the keys are returned, to be tried one by one."""
     running, report.running = report.running, []
@@ -160,7 +162,7 @@ def note_crash(report: KernelReport) -> set[tuple[str, str, Shape, str]]:
     return {row.key for row in running}
 
 
-def measure_bandwidth(report: KernelReport, timing: Timing) -> None:
+def measure_bandwidth(report: TimingReport, timing: Timing) -> None:
     """The yardstick: bytes a second of a large copy, and of reading alone."""
     if report.median_rate("copy"):
         return
@@ -175,7 +177,7 @@ def measure_bandwidth(report: KernelReport, timing: Timing) -> None:
         progress(f"{name}: {report.rows[-1].rate / 1e12:.2f} TB/s")
 
 
-def summary(report: KernelReport, row: KernelRow) -> str:
+def summary(report: TimingReport, row: KernelRow) -> str:
     """A row as a line of progress."""
     if not row.samples_ms:
         return f"{row.name:50s} {row.failure}"
@@ -192,52 +194,52 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels",
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python -m benchmarks.kernels --json benchmarks/results/kernels_h200.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every candidate")
-    made.add_argument(
+    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every candidate")
+    parser.add_argument(
         "--shapes", nargs="+", default=[], metavar="MODEL:TOKENS:BATCH", help=f"not the usual ones; models: {', '.join(MODELS)}"
     )
-    made.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
-    made.add_argument("--cache", nargs="+", default=ALL_SPECS, metavar="SPEC", help="caches whose kernels attend")
-    made.add_argument(
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
+    parser.add_argument("--cache", nargs="+", default=[], metavar="SPEC", help=f"caches whose kernels attend, not {' '.join(SPECS)}")
+    parser.add_argument(
         "--arithmetic", nargs="+", choices=("asm", "jnp"), default=[], help="of the kernels; both at some shapes if not given"
     )
-    made.add_argument("--seconds", type=float, default=330, metavar="S", help="begin no further shape after so long")
-    made.add_argument("--threads", type=int, default=min(12, os.cpu_count() or 1), metavar="N", help="programs that are compiled at a time")
-    made.add_argument("--resume", action="store_true", help="go on with the file where its run ended")
-    made.add_argument("--quick", action="store_true", help="one small shape, few samples: to see that it works; not a measurement")
-    made.add_argument("--interpret", action="store_true", help="evaluate kernels with JAX, on any device; not a measurement")
-    return made
+    parser.add_argument("--seconds", type=float, default=330, metavar="S", help="begin no further shape after so long")
+    parser.add_argument("--threads", type=int, default=min(12, os.cpu_count() or 1), metavar="N", help="programs compiled at a time")
+    parser.add_argument("--resume", action="store_true", help="go on with the file where its run ended")
+    parser.add_argument("--quick", action="store_true", help="one small shape, few samples: to see that it works; not a measurement")
+    parser.add_argument("--interpret", action="store_true", help="evaluate kernels with JAX, on any device; not a measurement")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser()
-    args = made.parse_args(argv)
+    parser = argument_parser()
+    args = parser.parse_args(argv)
     try:
         cases = chosen_cases(args.shapes or (["Llama-3.2-1B:512:1"] if args.quick else []), args.sections)
         if jax.default_backend() != "gpu" and not args.interpret:
             raise ValueError(f"kernels need a GPU, this process runs on {jax.default_backend()}; --interpret runs them anyway")
-        report = KernelReport.here("GPU kernels", ("benchmarks.kernels", *(sys.argv[1:] if argv is None else argv)))
+        report = TimingReport.here("GPU kernels", ("benchmarks.kernels", *(sys.argv[1:] if argv is None else argv)))
         if args.resume and pathlib.Path(args.json).exists():
-            report = report.resumed(KernelReport.read(args.json))
+            report = report.resumed(TimingReport.read(args.json))
     except ValueError as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     hows = [Launch(interpret=True)] if args.interpret else [Launch(arithmetic) for arithmetic in args.arithmetic]
     timing = SHORT if args.quick or args.interpret else Timing()
     try:
         run(cases, report, args.json, timing, hows=hows, specs=args.cache, seconds=args.seconds, threads=args.threads)
     except FatalError as error:
-        made.exit(RESTART, f"the GPU failed: {error}; go on with --resume\n")
+        parser.exit(RESTART, f"the GPU failed: {error}; go on with --resume\n")
     except KeyboardInterrupt:
         report.running = []
         report.write(args.json)
-        made.exit(130, f"interrupted; {args.json} holds {len(report.rows)} rows\n")
+        parser.exit(130, f"interrupted; {args.json} holds {len(report.rows)} rows\n")
     failures = sum(bool(row.failure) for row in report.rows)
     for made_table in paper_tables.tables(report):
         print("\n\n".join((f"### {made_table.title}", made_table.note, table(made_table.header, made_table.lines))), end="\n\n")

@@ -7,13 +7,13 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.kernel_report import KernelReport, KernelRow
+from benchmarks.kernel_report import KernelRow, TimingReport
 from benchmarks.tables import RESULTS
 
 Lines = dict[str, list[tuple[int, float]]]  # (tokens, value) by candidate
 
 
-def draw(report: KernelReport, model: str) -> Any:
+def draw(report: TimingReport, model: str) -> Any:
     """A figure: batches above each other, times left, shares right."""
     import matplotlib
 
@@ -60,14 +60,14 @@ def lines(values: Iterable[tuple[KernelRow, float]]) -> Lines:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    made.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON files are (default: %(default)s)")
-    args = made.parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON files are (default: %(default)s)")
+    args = parser.parse_args(argv)
     files = sorted(args.folder.glob("kernels_*.json"))
     if not files:
-        made.exit(2, f"no kernels_*.json in {args.folder}: run benchmarks/gpu.sh on a machine with a GPU first\n")
+        parser.exit(2, f"no kernels_*.json in {args.folder}: run benchmarks/gpu.sh on a machine with a GPU first\n")
     for file in files:
-        report = KernelReport.read(file)
+        report = TimingReport.read(file)
         for model in dict.fromkeys(row.model for row in report.rows if row.section == "attention" and row.samples_ms):
             figure = draw(report, model)
             for ending in ("png", "svg"):

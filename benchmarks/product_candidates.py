@@ -14,21 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from benchmarks.bodies import Body, checked_part, plan_of
 from benchmarks.common import Shape
-from benchmarks.device_timing import first, uniform
-from benchmarks.kernel_candidates import (
-    Planned,
-    Task,
-    bytes_of,
-    checked_part,
-    codecs_of,
-    exact_rows,
-    leaves_of,
-    name_of,
-    padded_heads,
-    random_body,
-    side_of,
-)
+from benchmarks.device_timing import first, nudged, uniform
+from benchmarks.kernel_candidates import Planned, Task, name_of, padded_heads
 from kvq_jax import quantized
 from kvq_jax.group_codec import GroupCodec
 from pallas_kernels import matvec
@@ -54,8 +43,10 @@ def paper_shape(model: str, tokens: int) -> Shape:
 
 def product_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
     """ "scores" (q . K^T), then "values" (p . V): exact, grouped over the inner axis, over the outer axis."""
-    made = (("scores", scores_task), ("values", _values))
-    return [Planned(part, spec, functools.partial(make, shape, spec, tuple(hows))) for part, make in made for spec in (EXACT, INNER, OUTER)]
+    parts = (("scores", scores_task), ("values", _values))
+    return [
+        Planned(part, spec, functools.partial(make, shape, spec, tuple(hows))) for part, make in parts for spec in (EXACT, INNER, OUTER)
+    ]
 
 
 def _exact_scores(q: Array, k: Array) -> Array:
@@ -69,64 +60,54 @@ def _exact_values(p: Array, v: Array) -> Array:
 
 def scores_task(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
     """q K^T over the keys of a cache, or over exact ones."""
-    leaves, call = _product("k", shape, spec)
+    body = Body(plan_of(_cache(spec), shape).k, shape)
 
     def kernel(how: Launch, q: Array, copy: Any) -> Array:
-        assert call is not None
-        return matvec.scores(q, call, jax.tree.leaves(copy), capacity=shape.tokens, how=how)
+        return matvec.scores(q, body.side, body.arrays(copy), capacity=shape.tokens, how=how)
 
     def check(q: Array, copy: Any, out: Array) -> tuple[Array, Array]:
         q, out = checked_part((q, out))
-        rows = exact_rows(leaves, checked_part(copy)).astype(jnp.float32)
-        return out, jnp.einsum("bkgh,bksh->bkgs", q, rows, precision="highest")
+        return out, jnp.einsum("bkgh,bksh->bkgs", q, body.checked_rows(copy).astype(jnp.float32), precision="highest")
 
     return Task(
         spec == EXACT,
-        bytes_of(leaves),
-        bytes_of(leaves),
-        0,
+        body.nbytes + 4 * shape.kv_heads * shape.tokens,  # and the scores, in fp32
+        body.nbytes,
+        4 * shape.kv_heads * shape.tokens,
         start=lambda: uniform((1, shape.kv_heads, 1, shape.head_dim), jnp.uint32(17), -3.0, 3.0),
-        copy=lambda seed: random_body(leaves, seed),
-        calls=_calls(_on_rows(leaves, _exact_scores), kernel, spec, hows),
+        copy=body.copy,
+        calls=_calls(lambda q, copy: _exact_scores(q, body.rows(copy)), kernel, spec, hows),
         feed=lambda q, out: q + first(out),
         check=check,
     )
 
 
 def _values(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
-    leaves, call = _product("v", shape, spec)
+    body = Body(plan_of(_cache(spec), shape).v, shape)
 
     def kernel(how: Launch, p: Array, copy: Any) -> Array:
-        assert call is not None
-        return matvec.weighted_values(p, call, jax.tree.leaves(copy), how=how)
+        return matvec.weighted_values(p, body.side, body.arrays(copy), how=how)
 
     def check(p: Array, copy: Any, out: Array) -> tuple[Array, Array]:
         p, out = checked_part((p, out))
-        rows = exact_rows(leaves, checked_part(copy)).astype(jnp.float32)
+        rows = body.checked_rows(copy).astype(jnp.float32)
         return out, jnp.einsum("bkgs,bksh->bkgh", p.astype(jnp.float32), rows, precision="highest")
 
     return Task(
         spec == EXACT,
-        bytes_of(leaves) + 2 * shape.kv_heads * shape.tokens,  # and the weights, in fp16
-        bytes_of(leaves),
+        body.nbytes + 2 * shape.kv_heads * shape.tokens,  # and the weights, in fp16
+        body.nbytes,
         0,
         start=lambda: uniform((1, shape.kv_heads, 1, shape.tokens), jnp.uint32(17), 0.0, 1.0, jnp.float16),
-        copy=lambda seed: random_body(leaves, seed),
-        calls=_calls(_on_rows(leaves, _exact_values), kernel, spec, hows),
-        feed=lambda p, out: p.at[0, 0, 0, 0].add(first(out).astype(p.dtype)),  # in place: one weight
+        copy=body.copy,
+        calls=_calls(lambda p, copy: _exact_values(p, body.rows(copy)), kernel, spec, hows),
+        feed=nudged,
         check=check,
     )
 
 
-def _product(side: str, shape: Shape, spec: str) -> tuple[Any, Any]:
-    """(leaves, the kernel's side) of keys or values."""
-    codec = codecs_of("dense" if spec == EXACT else spec, shape)["kv".index(side)]
-    leaves = leaves_of(codec, shape)
-    return leaves, None if spec == EXACT else side_of(codec, leaves)
-
-
-def _on_rows(leaves: Any, product: Callable[[Array, Array], Array]) -> Callable[[Array, Any], Array]:
-    return lambda x, copy: product(x, exact_rows(leaves, copy))
+def _cache(spec: str) -> str:
+    return "dense" if spec == EXACT else spec
 
 
 def _calls(exact: Callable, kernel: Callable, spec: str, hows: Sequence[Launch]) -> tuple[tuple[str, Callable], ...]:
@@ -149,10 +130,10 @@ def quantize_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
 
 def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> Task:
     spec = f"innerq:bits={QUANTIZE_BITS},mode={scheme}"
-    codec = codecs_of(spec, shape)[("keys", "values").index(which)]
+    plan = plan_of(spec, shape)
+    body = Body(plan.k if which == "keys" else plan.v, shape)
+    codec, side = body.codec, body.side
     assert isinstance(codec, GroupCodec)
-    leaves = leaves_of(codec, shape)
-    side = side_of(codec, leaves)
     assert isinstance(side, Grouped)
     size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
     rows_bytes = 2 * shape.kv_heads * shape.tokens * shape.head_dim
@@ -170,9 +151,9 @@ def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> 
 
     return Task(
         False,
-        rows_bytes + bytes_of(leaves),
+        rows_bytes + body.nbytes,
         rows_bytes,
-        bytes_of(leaves),
+        body.nbytes,
         start=lambda: jnp.zeros((), jnp.float32),
         copy=lambda seed: uniform(size, seed, -1.0, 1.0, jnp.bfloat16),
         calls=tuple((name_of(how), jax.jit(functools.partial(kernel, how))) for how in hows),

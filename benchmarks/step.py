@@ -1,7 +1,8 @@
 """Whole decode steps of a Llama-3.1-8B-shaped model on a GPU: milliseconds and tokens per second, through each cache, by kernels and XLA.
 
 Weights and cache contents are random and made on the device. A sample is a loop of a few steps in one program, each waiting for the logits
-of the one before; caches are updated in place and grow.
+of the one before; caches are updated in place and grow. At each shape all kernels are timed first, then XLA, which may take a hundred times
+as long and whose logits theirs are compared with.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from jax import lax
 from jaxtyping import Array
 
 import kvq_jax as kvq
+from benchmarks.bodies import random_body
 from benchmarks.common import Shape, relative_error
 from benchmarks.device_timing import Timing, sampled_ms, uniform
-from benchmarks.kernel_candidates import random_body
-from benchmarks.kernel_report import KernelReport, KernelRow, is_fatal, one_line
+from benchmarks.kernel_report import KernelRow, TimingReport, is_fatal, one_line
 from benchmarks.kernels import measure_bandwidth, progress, summary
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.plan import LayerState
@@ -34,12 +35,19 @@ from models import Llama, LlamaConfig, decoding
 from models.config import RopeConfig
 from models.llama import abstract_llama
 from pallas_kernels._launch import Launch
+from pallas_kernels.tile import SPAN
 
 MODEL = "Llama-3.1-8B"
 CACHES = ("dense", "innerq:bits=2", "kivi:bits=4", "kivi:bits=2")
-IMPLEMENTATIONS = ("asm", "xla", "jnp", "default")
+IMPLEMENTATIONS = ("jnp", "asm", "xla", "default")
 POINTS = ((32768, 16), (4096, 16), (32768, 1), (4096, 1))  # tokens, batch
 STEPS, WARM_UPS = 4, 3  # steps of a sample; runs that are not samples
+LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
+
+
+def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
+    """Kernels in both arithmetics, of which `decode_step` takes one by default, where they show most; elsewhere those in assembly."""
+    return ("jnp", "asm", "xla") if (tokens, batch) == POINTS[0] else ("asm", "xla")
 
 
 def llama_config(layers: int) -> LlamaConfig:
@@ -145,16 +153,21 @@ def timed(program: Program, llama: Llama, capacity: int, samples: int) -> tuple[
         read = kvq.nbytes(llama) - kvq.nbytes(llama.embed) + kvq.nbytes(cache.layers)
         row = dataclasses.replace(row, moved_bytes=read, copies=1, cold=True)
         token = jnp.arange(row.shape.batch, dtype=jnp.int32)
-        logits, cache = run(llama, cache, token)
-        held = [cache]
+        held = [jax.block_until_ready(cache)]
         del cache
 
         def step() -> Array:
             found, held[0] = run(llama, held[0], token)
             return found
 
-        times = sampled_ms(step, STEPS, samples)
-        return dataclasses.replace(row, samples_ms=times), np.asarray(logits)
+        start = time.perf_counter()
+        logits = jax.block_until_ready(step())
+        seconds = time.perf_counter() - start
+        if seconds > LONG_RUN:
+            row = dataclasses.replace(row, samples_ms=(round(1e3 * seconds / STEPS, 6),), remark="the first run alone")
+        else:
+            row = dataclasses.replace(row, samples_ms=sampled_ms(step, STEPS, samples))
+        return row, np.asarray(logits)
     except Exception as error:
         return dataclasses.replace(row, failure=one_line(error)), None
 
@@ -162,16 +175,16 @@ def timed(program: Program, llama: Llama, capacity: int, samples: int) -> tuple[
 def run(
     points: Sequence[tuple[int, int]],
     caches: Sequence[str],
-    names: Sequence[str],
+    names: Sequence[str] | None,
     llama: Llama,
-    report: KernelReport,
+    report: TimingReport,
     path: str | os.PathLike[str],
     timing: Timing,
     *,
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
-    """A row for each cache and implementation at each point, saved cache by cache."""
+    """A row for each cache and implementation at each point, saved one by one. names: None for the usual ones."""
     start, config = time.monotonic(), llama.config
     for tokens, batch in points:
         if time.monotonic() - start > seconds:
@@ -179,69 +192,79 @@ def run(
             continue
         group = config.num_attention_heads // config.num_key_value_heads
         shape = Shape(batch, tokens, config.head_dim, config.num_key_value_heads, group)
-        capacity = tokens + STEPS * (timing.samples + WARM_UPS)
-        wanted = [KernelRow("step", MODEL, shape, spec, name, spec == "dense") for spec in caches for name in names]
+        capacity = -(-(tokens + STEPS * (timing.samples + WARM_UPS)) // SPAN) * SPAN  # kernels read whole spans
+        chosen = usual_implementations(tokens, batch) if names is None else names
+        wanted = [KernelRow("step", MODEL, shape, spec, name, spec == "dense") for spec in caches for name in chosen]
+        wanted.sort(key=lambda row: row.arithmetic == "xla")  # the slow ones last
         progress(f"batch {batch}, {tokens} tokens: compiling {len(wanted)} programs")
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             programs = list(pool.map(functools.partial(compiled, config=config, capacity=capacity), wanted))
         progress(f"    {time.monotonic() - start:.0f} s in all")
-        for spec in caches:
-            rows = timed_rows([p for p in programs if p.row.candidate == spec], llama, capacity, timing.samples)
-            report.rows += rows
-            report.write(path)
-            for row in rows:
-                progress(f"    {summary(report, row)}")
-            if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
-                raise SystemExit(f"the GPU failed: {fatal[0]}")
+        time_all(programs, llama, capacity, timing.samples, report, path)
     report.write(path)
 
 
-def timed_rows(programs: Sequence[Program], llama: Llama, capacity: int, samples: int) -> list[KernelRow]:
-    """The rows of one cache; errors are against XLA's logits, where those are measured."""
-    rows, logits = [], {}
-    for program in programs:
-        row, logits[program.row.arithmetic] = timed(program, llama, capacity, samples)
-        rows.append(row)
-    expected = logits.get("xla")
-    for i, row in enumerate(rows):
-        found = logits[row.arithmetic]
-        if row.arithmetic != "xla" and found is not None and expected is not None:
-            rows[i] = dataclasses.replace(row, error=relative_error(found, expected))
-    return rows
+def time_all(
+    programs: list[Program], llama: Llama, capacity: int, samples: int, report: TimingReport, path: str | os.PathLike[str]
+) -> None:
+    """Adds a row for each program, saved at once. Errors are against XLA's logits, and come when those are known."""
+    logits: dict[tuple[str, str], np.ndarray] = {}
+    first = len(report.rows)
+    while programs:
+        row, found = timed(programs.pop(0), llama, capacity, samples)
+        report.rows.append(row)
+        if found is not None:
+            logits[row.candidate, row.arithmetic] = found
+        if row.arithmetic == "xla" and found is not None:
+            report.rows[first:] = [with_error(other, logits) for other in report.rows[first:]]
+        report.write(path)
+        progress(f"    {summary(report, row)}")
+        if is_fatal(row.failure):
+            raise SystemExit(f"the GPU failed: {row.failure}")
+    errors = [f"{row.name} {row.error:.1e}" for row in report.rows[first:] if row.error is not None]
+    progress(f"    errors: {', '.join(errors)}")
+
+
+def with_error(row: KernelRow, logits: dict[tuple[str, str], np.ndarray]) -> KernelRow:
+    """The row, with the error of its logits against XLA's where it has any."""
+    found, expected = (logits.get((row.candidate, name)) for name in (row.arithmetic, "xla"))
+    if row.arithmetic == "xla" or found is None or expected is None:
+        return row
+    return dataclasses.replace(row, error=relative_error(found, expected))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step",
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python -m benchmarks.step --json benchmarks/results/step_h200.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every cache")
-    made.add_argument("--layers", type=int, default=32, metavar="L", help="layers of the model")
-    made.add_argument("--tokens", type=int, nargs="+", default=sorted({n for n, _ in POINTS}), metavar="N", help="cached tokens")
-    made.add_argument("--batch", type=int, nargs="+", default=sorted({b for _, b in POINTS}), metavar="B", help="sequences")
-    made.add_argument("--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to measure")
-    made.add_argument(
+    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every cache")
+    parser.add_argument("--layers", type=int, default=32, metavar="L", help="layers of the model")
+    parser.add_argument("--tokens", type=int, nargs="+", default=sorted({n for n, _ in POINTS}), metavar="N", help="cached tokens")
+    parser.add_argument("--batch", type=int, nargs="+", default=sorted({b for _, b in POINTS}), metavar="B", help="sequences")
+    parser.add_argument("--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to measure")
+    parser.add_argument(
         "--implementation",
         nargs="+",
         choices=IMPLEMENTATIONS,
-        default=IMPLEMENTATIONS[:2],
-        help="kernels in asm or jnp, XLA, or decode_step's own choice",
+        default=[],
+        help="kernels in jnp or asm, XLA, or decode_step's own choice; asm and xla if not given, and at 32768 tokens x 16 jnp",
     )
-    made.add_argument("--seconds", type=float, default=130, metavar="S", help="begin no further shape after so long")
-    made.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="programs that are compiled at a time")
-    args = made.parse_args(argv)
+    parser.add_argument("--seconds", type=float, default=130, metavar="S", help="begin no further shape after so long")
+    parser.add_argument("--threads", type=int, default=min(12, os.cpu_count() or 1), metavar="N", help="programs compiled at a time")
+    args = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
-        made.exit(2, f"a model of this size needs a GPU, this process runs on {jax.default_backend()}\n")
-    report = KernelReport.here(
+        parser.exit(2, f"a model of this size needs a GPU, this process runs on {jax.default_backend()}\n")
+    report = TimingReport.here(
         f"Decode steps of a model like {MODEL}, {args.layers} layers", ("benchmarks.step", *(sys.argv[1:] if argv is None else argv))
     )
     timing = Timing(samples=5)
     measure_bandwidth(report, timing)
     points = [(tokens, batch) for batch in sorted(args.batch, reverse=True) for tokens in sorted(args.tokens, reverse=True)]
     llama = random_llama(llama_config(args.layers))
-    run(points, args.cache, args.implementation, llama, report, args.json, timing, seconds=args.seconds, threads=args.threads)
+    run(points, args.cache, args.implementation or None, llama, report, args.json, timing, seconds=args.seconds, threads=args.threads)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks import paper_tables
 from benchmarks.common import Report, Row
-from benchmarks.kernel_report import KernelReport, KernelRow
+from benchmarks.kernel_report import KernelRow, TimingReport
 from benchmarks.key_bias import BiasReport, BiasRow
 from benchmarks.machine_code.report import HEADER as COUNTS_HEADER
 from benchmarks.machine_code.report import Instructions
@@ -17,6 +17,7 @@ from benchmarks.markdown import table
 from benchmarks.quality.page import quality_section
 from benchmarks.quality.report import QualityReport
 from benchmarks.squat_subspace import LAMS, SCORE_RANKS, SubspaceReport
+from pallas_kernels._launch import DEFAULT_ARITHMETIC
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
@@ -36,10 +37,9 @@ STEP_HEADER = ("cache", "median ms", "best ms", "tokens/s", "GB", "of copy", "ti
 INTRODUCTION = """\
 # Results
 
-Made from the JSON files in this folder by `python -m benchmarks.tables`; every sample is in them. Implementations of one shape are timed in
-turn, and a ratio is the median over rounds of (time / baseline's time in the same round). Cache MB is what the cache (or K and V) occupies,
-temp what a compiled step needs beside its arguments, peak all together, by XLA's account; 1 MB is 10^6 bytes. Error is the largest
-relative error of an output row against the reference on the same codes.
+Made from the JSON files in this folder by `python -m benchmarks.tables`; every sample is in them. Cache MB is what the cache (or K and V)
+occupies, temp what a compiled step needs beside its arguments, peak all together, by XLA's account; 1 MB is 10^6 bytes. Error is the
+largest relative error of an output row against the reference on the same codes.
 """
 NO_GPU = """\
 **No kernel was run on a GPU yet.** What is said of kernels here is counted in machine code that was compiled without one. Times are of
@@ -54,6 +54,7 @@ def report_section(report: Report, name: str) -> str:
         f"## {report.title}",
         f"`{report.command}` on {report.date}: {report.cpu}, {report.cores} cores, device {report.device}; JAX {report.jax_version}, "
         f"Python {report.python_version}. Load average of the machine meanwhile: {loads}. Baseline: {report.baseline}. "
+        "Implementations of one shape are timed in turn; a ratio is the median over rounds of time / baseline's time in the same round. "
         f"Raw samples: [{name}]({name}).",
     ]
     rows = sorted(report.rows, key=_section)
@@ -76,29 +77,35 @@ def instructions_section(counts: Instructions, name: str) -> str:
     )
 
 
-def kernels_section(report: KernelReport, name: str) -> str:
-    """Device times of kernels: a table for each shape, then the paper's tables."""
+def kernels_section(report: TimingReport, name: str) -> str:
+    """Times of kernels: a table for each shape, then the papers' tables."""
     parts = [
         *_device_head(report, name),
-        "Times are of the device, one call of a loop of many; GB/s and the share of the copy bandwidth are of the bytes that must be moved "
-        '(packed, where keys and values are); "no tokens" is the same program over empty rows: its launches.',
+        "Times are the host's clock around a compiled loop of many calls, over their number. A call is several launches: where those take "
+        'longer than the work, they are what is timed. "No tokens" is the same program over empty rows, so its launches, and rows where it '
+        'takes more than half of the time say "mostly launches"; other code has no such input, but as much is to be suspected of its rows '
+        "beside them. Candidates are timed one after another, not in turn; time / best bf16 divides two medians. GB/s and the share of the "
+        "copy bandwidth are of the bytes that must be moved: the keys and values that attention reads, packed where they are; what a "
+        "product reads and writes, and so does quantizing. An error of - was not measured.",
     ]
     for place, found in _by_shape(report, "attention"):
         parts += [f"### {place}", table(KERNEL_HEADER, (_kernel_line(report, row) for row in found))]
-    for made in paper_tables.tables(report):
-        parts += [f"### {made.title}", made.note, table(made.header, made.lines)]
+    for paper in paper_tables.tables(report):
+        parts += [f"### {paper.title}", paper.note, table(paper.header, paper.lines)]
     others = (row for row in report.rows if row.failure and row.section != "attention")
     if failures := [f"- {row.section}, {row.model}, {row.shape.tokens} tokens, {row.name}: {row.failure}" for row in others]:
         parts += ["### Failures", "\n".join(failures)]
     return "\n\n".join([*parts, *_skipped(report)])
 
 
-def step_section(report: KernelReport, name: str) -> str:
+def step_section(report: TimingReport, name: str) -> str:
     """Whole decode steps: a table for each shape."""
     parts = [
         *_device_head(report, name),
         "One step of all layers: attention, MLPs and logits; random weights. GB are what a step must read: the weights and the cache. "
-        "Error is of the logits, against the same cache read by XLA.",
+        "Times are the host's clock around a compiled loop of a few steps; candidates are timed one after another, and time / best bf16 "
+        "divides two medians. asm and jnp are kernels in either arithmetic; by default decode_step takes "
+        f"{DEFAULT_ARITHMETIC}. Error is of the logits, against the same cache read by XLA; - was not measured.",
     ]
     for place, found in _by_shape(report, "step"):
         parts += [f"### {place}", table(STEP_HEADER, (_step_line(report, row) for row in found))]
@@ -153,7 +160,7 @@ def _bias_line(row: BiasRow) -> tuple[str, ...]:
     return row.label, f"`{row.cache}`", row.shares, *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found)
 
 
-def _device_head(report: KernelReport, name: str) -> list[str]:
+def _device_head(report: TimingReport, name: str) -> list[str]:
     copy, read = (report.median_rate(kind) for kind in ("copy", "read"))
     bandwidth = "not measured" if copy is None or read is None else f"{copy / 1e12:.2f} TB/s (reading alone: {read / 1e12:.2f} TB/s)"
     return [
@@ -163,11 +170,11 @@ def _device_head(report: KernelReport, name: str) -> list[str]:
     ]
 
 
-def _skipped(report: KernelReport) -> list[str]:
+def _skipped(report: TimingReport) -> list[str]:
     return [f"Left out for lack of time: {'; '.join(report.skipped)}."] if report.skipped else []
 
 
-def _by_shape(report: KernelReport, section: str) -> list[tuple[str, list[KernelRow]]]:
+def _by_shape(report: TimingReport, section: str) -> list[tuple[str, list[KernelRow]]]:
     """A section's rows by shape, in the order of models and sizes."""
     chosen = (row for row in report.rows if row.section == section)
     ordered = sorted(chosen, key=lambda row: (row.model, row.shape.batch, row.shape.tokens))
@@ -177,19 +184,22 @@ def _by_shape(report: KernelReport, section: str) -> list[tuple[str, list[Kernel
     ]
 
 
-def _step_line(report: KernelReport, row: KernelRow) -> tuple[str, ...]:
+def _step_line(report: TimingReport, row: KernelRow) -> tuple[str, ...]:
     name, *_, share, ratio, error, remarks = _kernel_line(report, row)
     if not row.samples_ms:
         return name, *[""] * 7, remarks
     times = f"{row.median_ms:.3f}", f"{min(row.samples_ms):.3f}", f"{1e3 * row.shape.batch / row.median_ms:.0f}"
-    return name, *times, f"{row.moved_bytes / 1e9:.2f}", share, ratio, error, row.failure
+    return name, *times, f"{row.moved_bytes / 1e9:.2f}", share, ratio, error, remarks
 
 
-def _kernel_line(report: KernelReport, row: KernelRow) -> tuple[str, ...]:
+def _kernel_line(report: TimingReport, row: KernelRow) -> tuple[str, ...]:
     def cell(value: float | None, pattern: str) -> str:
         return "" if value is None or not row.samples_ms else pattern.format(value)
 
     remarks = [] if row.cold or not row.samples_ms else ["partly from L2"]
+    remarks += ["mostly launches"] if row.mostly_launches else []
+    remarks += [text for text in (row.remark, row.failure) if text]
+    error = "-" if row.error is None and row.samples_ms and not row.failure else cell(row.error, "{:.1e}")
     return (
         row.name,
         cell(1e3 * row.median_ms, "{:.1f}"),
@@ -199,8 +209,8 @@ def _kernel_line(report: KernelReport, row: KernelRow) -> tuple[str, ...]:
         cell(row.rate / 1e9, "{:.0f}"),
         cell(report.share(row), "{:.0%}"),
         cell(report.ratio(row), "{:.2f}"),
-        cell(row.error, "{:.1e}"),
-        "; ".join([*remarks, *([row.failure] if row.failure else [])]),
+        error,
+        "; ".join(remarks),
     )
 
 
@@ -215,9 +225,9 @@ def section(file: pathlib.Path) -> str:
     if file.stem == "squat_subspace":
         return subspace_section(SubspaceReport.read(file), file.name)
     if file.stem.startswith("kernels_"):
-        return kernels_section(KernelReport.read(file), file.name)
+        return kernels_section(TimingReport.read(file), file.name)
     if file.stem.startswith("step_"):
-        return step_section(KernelReport.read(file), file.name)
+        return step_section(TimingReport.read(file), file.name)
     return report_section(Report.read(file), file.name)
 
 
@@ -248,13 +258,13 @@ def render(folder: pathlib.Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    made.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON files are (default: %(default)s)")
-    args = made.parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--folder", type=pathlib.Path, default=RESULTS, help="where the JSON files are (default: %(default)s)")
+    args = parser.parse_args(argv)
     try:
         page = render(args.folder)
     except ValueError as error:
-        made.exit(2, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     (args.folder / "README.md").write_text(page, encoding="utf-8")
     print(args.folder / "README.md")
 
