@@ -163,6 +163,13 @@ def test_the_tokenizer_is_loaded_and_saved(tmp_path):
 # --- the broken ones --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"added_tokens": [], "model": {"type": "BPE", "vocab": 5}}', "null"])
+def test_a_broken_tokenizer_file_is_named(content, saved):
+    (saved / "tokenizer.json").write_text(content)
+    (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert "the tokenizer in " in refusal(saved)
+
+
 def test_a_missing_directory_is_one_line(tmp_path):
     assert "does not exist" in refusal(tmp_path / "absent")
     assert "does not exist" in refusal("absent")
@@ -211,6 +218,8 @@ def test_a_file_in_place_of_a_directory_is_refused(saved):
 def test_missing_and_malformed_configs_are_named(saved):
     (saved / "config.json").write_text("{")
     assert "config.json' is not valid JSON" in refusal(saved)
+    (saved / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert "config.json' is not valid JSON: maximum recursion depth" in refusal(saved)
     (saved / "config.json").write_text("[]")
     assert "must hold a JSON object, not a list" in refusal(saved)
     (saved / "config.json").unlink()
