@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.positive,
         help=f"tokens of a sample (default: {LENGTH}, or the model's max_position_embeddings if that is less)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the samples: the same seed gives the same file (default: 0)")
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="of the samples: the same seed gives the same file (default: 0)")
     parser.add_argument("--work", metavar="DIR", help="keep the samples here (default: OUT.work, deleted when the file is written)")
     parser.add_argument(
         "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and gradients (default: %(default)s)"

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
     parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="the same seed gives the same text (default: 0)")
     parser.add_argument(
         "--capacity",
         metavar="S",
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-        cache = kvq.init_cache(options.cache, llama.config, 1, request.capacity, options.dtype)
+        cache = inputs.new_cache(options.cache, llama.config, request.capacity, options.dtype)
     with progress("compiling"):
         generation = TimedGeneration(
             llama,
@@ -132,8 +132,10 @@ def _checked(options: argparse.Namespace) -> Request:
     prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
     inputs.check_tokens(prompt, config)
     request = Request(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
+    layout = kvq.layout(options.cache, config, 1, request.capacity, options.dtype)
+    inputs.check_memory(layout)
     with input_errors():
-        decoding.implementations(kvq.layout(options.cache, config, 1, request.capacity, options.dtype), options.implementation)
+        decoding.implementations(layout, options.implementation)
     return request
 
 

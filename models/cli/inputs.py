@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 import kvq_jax as kvq
 from models import checkpoint
 from models.calibration.needs import needs
-from models.cli.console import UserError, input_errors, warn
+from models.cli.console import UserError, format_bytes, input_errors, warn
 from models.config import LlamaConfig
 from models.preparation import check_calibration, check_weights
 from models.quantized import is_dense, quantized_tokens, quantizes
 
 EMBEDDED = "embedded"
 DTYPES = ("float32", "bfloat16")
+MOST_SEED = 2**32 - 1
 
 MODEL_HELP = "a local Hugging Face directory, a Hub id (organisation/name), or the word 'embedded' for the model that ships with kvq"
 CACHE_GRAMMAR = """\
@@ -68,6 +72,13 @@ def positive(text: str) -> int:
     """The type of counts: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """The type of --seed: what every random generator takes, and no two of which JAX confuses."""
+    if not text.isdecimal() or int(text) > MOST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
     return int(text)
 
 
@@ -168,6 +179,10 @@ def load_tokenizer(model: str) -> Any:
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     """Token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
     if not chat:
         return list(tokenizer(text, verbose=False).input_ids)  # quiet about lengths: those are checked here
     if not getattr(tokenizer, "chat_template", None):
@@ -189,6 +204,33 @@ def check_tokens(ids: list[int], config: LlamaConfig) -> None:
     outside = [i for i in ids if not 0 <= i < config.vocab_size]
     if outside:
         raise UserError(f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
+
+
+def check_memory(cache: kvq.Cache) -> None:
+    """UserError where a cache of this layout is larger than all memory of the device; weights and working memory are not counted."""
+    size, memory = kvq.nbytes(cache), device_memory()
+    if memory is not None and size > memory:
+        raise UserError(f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has {format_bytes(memory)}")
+
+
+def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: str) -> kvq.Cache:
+    """An empty cache of one row; UserError where the device has no room left for it."""
+    try:
+        return kvq.init_cache(spec, config, 1, capacity, dtype)
+    except jax.errors.JaxRuntimeError as error:
+        size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
+        raise UserError(f"no room for a cache of {capacity} tokens, which takes {size}, beside the model: {error}") from error
+
+
+def device_memory() -> int | None:
+    """Bytes of the memory that arrays are put in; None where it is not known."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None  # no POSIX system
 
 
 def round_up(value: int, multiple: int) -> int:

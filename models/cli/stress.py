@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="RoPE pairs of each KV head, and their factor")
     parser.add_argument("--key-bias", metavar="X", type=float, help="magnitude of the constant")
     parser.add_argument("--value-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="channels of each KV head, and their factor")
-    parser.add_argument("--seed", type=int, default=0, help="draws channels and signs (default: 0)")
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="draws channels and signs (default: 0)")
 
 
 def outliers(text: str) -> Outliers:

@@ -78,7 +78,7 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str) -> None:
     )
     parser.add_argument("--depths", metavar="D,D", type=_shares, help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)")
     parser.add_argument("--text", metavar="FILE", help=text)
-    parser.add_argument("--seed", type=int, default=0, help="of generated samples (default: 0)")
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)")
     parser.add_argument(
         "--limit", metavar="N", type=inputs.positive, help=f"samples for each length and depth (default: {SAMPLES}); of --data, its first N"
     )

@@ -248,7 +248,7 @@ BAD = {
     "factor beyond float32": (("--key-outliers", f"2x1{'0' * 40}", "--json"), "from 1.2e-38 to 8.5e+37"),
     "factor whose inverse is none": (("--value-outliers", f"2x0.{'0' * 40}1"), "from 1.2e-38"),
     "keys that overflow": (("--key-bias", "3.4e38"), "logits are not finite"),
-    "negative seed": (("--key-bias", "1", "--seed", "-1"), "at least 0, got -1"),
+    "negative seed": (("--key-bias", "1", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
     "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
     "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
 }

@@ -326,7 +326,7 @@ def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
 BAD_REQUESTS = {
     "too long": (("passkey", "--lengths", "400"), "and the model was trained for 256 positions"),
     "too short": (("passkey", "--lengths", "20"), "without filler"),
-    "negative seed": (("passkey", "--lengths", "200", "--seed", "-1"), "at least 0, got -1"),
+    "negative seed": (("passkey", "--lengths", "200", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
     "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
     "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
     "no number": (("passkey", "--depths", "x"), "not a list of numbers"),
