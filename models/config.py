@@ -29,6 +29,9 @@ _ROPE_FIELDS = {
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
+_LIMIT = 2.0**128  # of float32
+
+
 class _Family(NamedTuple):
     """What a model_type implies and config.json does not say."""
 
@@ -47,6 +50,11 @@ _FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", True, False, False, qk_norm=False, head_dim=None, sliding_window=4096),
     "qwen3": _Family("Qwen3ForCausalLM", None, None, False, qk_norm=True, head_dim=128, sliding_window=4096),
 }
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < _LIMIT:
+        raise ValueError(f"config field {name}={value} must be above 0 and finite in float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,10 +80,16 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise NotImplementedError(f"config field rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if self.theta <= 1:
-            raise ValueError(f"config field rope_theta={self.theta} must be above 1")
-        if self.factor <= 0:
-            raise ValueError(f"config field factor={self.factor} must be above 0")
+        if not 1 < self.theta < _LIMIT:
+            raise ValueError(f"config field rope_theta={self.theta} must be above 1 and finite in float32")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name):  # 0 stands for none
+                _check_positive(name, getattr(self, name))
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(f"config field original_max_position_embeddings={self.original_max_position_embeddings} must be positive")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"config field low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}")
 
@@ -84,7 +98,8 @@ class RopeConfig:
 class LlamaConfig:
     """Sizes and switches of one model. Static and hashable: safe as metadata of a jitted function's arguments.
 
-    Raises NotImplementedError for another model_type; ValueError for sizes that cannot be: not positive, or head counts that do not divide.
+    Raises NotImplementedError for another model_type; ValueError for values that cannot be: not positive, not finite, or head counts that
+    do not divide.
     """
 
     vocab_size: int
@@ -120,6 +135,9 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config field head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+        if self.rope.rope_type == "dynamic" and self.head_dim == 2:
+            raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
+        _check_positive("rms_norm_eps", self.rms_norm_eps)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
@@ -203,7 +221,10 @@ _SIZES = (
 def _typed(name: str, value: Any, kind: type) -> Any:
     """The value as `kind`; JSON writes whole floats as integers, so those widen, and nothing else converts."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"config field {name} is an integer of {value.bit_length()} bits, which no float holds") from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"config field {name}={value!r} must be of type {kind.__name__}")
     return value
@@ -274,11 +295,11 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: _Family) -> None:
 
 def _refuse_sliding_window(hf: Mapping[str, Any], family: _Family) -> None:
     """A window that no layer uses, or that is as long as the model's context, changes nothing and passes."""
-    layer_types = hf.get("layer_types")
+    layer_types = _optional(hf, "layer_types", list, None)
     unknown = sorted({str(kind) for kind in layer_types or ()} - {"full_attention", "sliding_attention"})
     if unknown:
         raise NotImplementedError(f"config field layer_types contains {', '.join(unknown)}; supported: full_attention")
-    window = hf.get("sliding_window", family.sliding_window)
+    window = _optional(hf, "sliding_window", int, None) if "sliding_window" in hf else family.sliding_window
     windowed = "sliding_attention" in (layer_types or ())
     if hf["model_type"] == "mistral":
         windowed = windowed or window is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -152,6 +153,21 @@ def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0.0 must be above 0"),
         (LLAMA | {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
         (LLAMA | {"rope_theta": 0.0}, "rope_theta=0.0 must be above 1"),
+        (LLAMA | {"rope_theta": math.nan}, "rope_theta=nan must be above 1 and finite"),
+        (LLAMA | {"rope_theta": 1e300}, "finite in float32"),
+        (LLAMA | {"rope_theta": 10**400}, "rope_theta is an integer of 1329 bits"),
+        (LLAMA | {"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be above 0 and finite"),
+        (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 must be above 0"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor=inf must be above 0 and finite"),
+        (LLAMA | {"rope_scaling": LLAMA3 | {"low_freq_factor": math.nan}}, "low_freq_factor=nan must be above 0"),
+        (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast=0.0 must be above 0"),
+        (LLAMA | {"rope_scaling": YARN | {"beta_slow": -1}}, "beta_slow=-1.0 must be above 0"),
+        (LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0.0 must be above 0"),
+        (LLAMA | {"rope_scaling": YARN | {"mscale": math.nan}}, "mscale=nan must be above 0"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim=2 is too small for rope_type='dynamic'"),
+        (LLAMA | {"layer_types": 5}, "layer_types=5 must be of type list"),
+        (QWEN3 | {"layer_types": "full_attention"}, "layer_types='full_attention' must be of type list"),
+        (MISTRAL | {"sliding_window": "4096"}, "sliding_window='4096' must be of type int"),
         (LLAMA | {"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings=0 must be positive"),
         ({name: value for name, value in MISTRAL.items() if name != "num_key_value_heads"}, "num_key_value_heads is missing"),
         ({name: value for name, value in LLAMA.items() if name != "model_type"}, "model_type is missing"),
