@@ -56,4 +56,4 @@ def excerpt(units: Sequence[str], most: int, rng: np.random.Generator) -> Sequen
 def depth_of(hidden: str, text: str) -> float | None:
     """Where a text first says what is hidden in it, to the nearest quarter; None where it does not."""
     at = text.find(hidden)
-    return None if at < 0 else round(4 * at / len(text)) / 4
+    return None if at < 0 or not text else round(4 * at / len(text)) / 4

@@ -10,9 +10,10 @@ import json
 import re
 from pathlib import Path
 
-from models.tasks.sample import Prompts, Sample, Scores, Task, read_rows
+from models.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
 
 MAX_NEW_TOKENS = 256
+FIELDS = Fields({"question": str, "answer": str})
 SHOTS = 8
 STOPS = ("Q:", "</s>", "<|im_end|>")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -75,7 +76,7 @@ def from_file(
             (normalized(row["answer"].split("####")[-1]),),
             max_new_tokens,
         )
-        for row in read_rows(path, {"question": str, "answer": str}, limit)
+        for row in read_rows(path, FIELDS, limit)
     ]
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from models.tasks.longbench_metrics import METRICS, needed
-from models.tasks.sample import Prompts, Sample, Scores, Task, read_rows
+from models.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
 
-FIELDS = {"input": str, "context": str, "answers": list}
+FIELDS = Fields({"input": str, "context": str, "answers": list}, {"dataset": str, "all_classes": list})
 
 RULES = {
     "prompt": "LongBench's dataset2prompt.json; with --chat as the user's turn, but for few-shot and code datasets",

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from models.tasks.filler import DULL, depth_of, excerpt, fitted, generator, sentences
-from models.tasks.sample import Prompts, Sample, Scores, Task, read_rows
+from models.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
 
 OPENING = (
     "{Some} special magic {things} {are} hidden within the following text. Make sure to memorize it. "
@@ -25,6 +25,7 @@ OPENING = (
 )
 NEEDLE = "One of the special magic {things} for {key} is: {value}."
 QUESTION = "What {are_all} the special magic {things} for {keys} mentioned in the provided text?"
+FIELDS = Fields({"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs"))
 ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
 MAX_NEW_TOKENS = 128
 NEEDLE_TOKENS = 8  # at least so many in a needle
@@ -219,8 +220,8 @@ def from_file(
 ) -> list[Sample]:
     """Samples of a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to `answer_prefix`) and `outputs`."""
     samples = []
-    for row in read_rows(path, {"input": str, "outputs": list}, limit):
-        prefix = str(row.get("answer_prefix") or "")
+    for row in read_rows(path, FIELDS, limit):
+        prefix = row.get("answer_prefix") or ""
         ids = prompts.ids(row["input"].removesuffix(prefix), prefix + suffix)
         labels = {"length": len(ids) + max_new_tokens, "depth": depth_of(row["outputs"][0], row["input"])}
         samples.append(Sample(tuple(ids), tuple(row["outputs"]), max_new_tokens, labels))

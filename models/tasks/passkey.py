@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from models.tasks.filler import DULL, depth_of, excerpt, fitted, generator, words
-from models.tasks.sample import Prompts, Sample, Scores, Task, read_rows
+from models.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
 
 OPENING = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -23,6 +23,7 @@ FACT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key?"
 ANSWER_PREFIX = " The pass key is "
 MAX_NEW_TOKENS = 16
+FIELDS = Fields({"input": str, "target": str}, filled=("input", "target"))
 
 RULES = {
     "prompt": f"{OPENING}\n[filler]\n{FACT}\n[filler]\n{QUESTION}{ANSWER_PREFIX}",
@@ -87,7 +88,7 @@ def _sample(prompts: Prompts, length: int, depth: float, rng: np.random.Generato
 def from_file(path: str | Path, prompts: Prompts, *, limit: int | None = None, max_new_tokens: int = MAX_NEW_TOKENS) -> list[Sample]:
     """Samples of a JSON-lines file with fields `input` (what the question is put after, as it is) and `target` (the key), as KIVI's."""
     samples = []
-    for row in read_rows(path, {"input": str, "target": str}, limit):
+    for row in read_rows(path, FIELDS, limit):
         ids = prompts.ids(row["input"] + QUESTION, ANSWER_PREFIX)
         labels = {"length": len(ids) + max_new_tokens, "depth": depth_of(row["target"], row["input"])}
         samples.append(Sample(tuple(ids), (row["target"],), max_new_tokens, labels))

@@ -33,8 +33,10 @@ class Answer:
 
 
 def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
-    """ValueError, in one line, where a sample has a token that the model does not know, or does not fit its positions."""
+    """ValueError, in one line, where a sample is empty, has a token that the model does not know, or does not fit its positions."""
     for index, sample in enumerate(samples):
+        if not sample.prompt:
+            raise ValueError(f"sample {index} has an empty prompt")
         outside = [token for token in sample.prompt if not 0 <= token < config.vocab_size]
         if outside:
             raise ValueError(f"sample {index} has token id {outside[0]}, outside the model's vocabulary of {config.vocab_size}")

@@ -58,8 +58,22 @@ class Prompts:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def read_rows(path: str | Path, fields: Mapping[str, type], limit: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, at most `limit`, each with at least these fields; ValueError with the line where one is not so."""
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """What the objects of a file must have.
+
+    required    types by name; a list holds at least one text
+    optional    types by name, where the field is there and not null; a list holds texts
+    filled      required fields whose texts are not empty
+    """
+
+    required: Mapping[str, type]
+    optional: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    filled: tuple[str, ...] = ()
+
+
+def read_rows(path: str | Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, at most `limit`, each with these fields; ValueError with the line where one is not so."""
     rows = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -72,16 +86,33 @@ def read_rows(path: str | Path, fields: Mapping[str, type], limit: int | None = 
     return rows
 
 
-def _row(line: str, fields: Mapping[str, type], where: str) -> dict[str, Any]:
+def _row(line: str, fields: Fields, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: must be an object, not a {type(row).__name__}")
-    for name, kind in fields.items():
+    for name, kind in fields.required.items():
         if not isinstance(row.get(name), kind):
             raise ValueError(f"{where}: needs the field {name!r}, a {kind.__name__}")
-        if kind is list and not (row[name] and all(isinstance(entry, str) for entry in row[name])):
+        if kind is list and not row[name]:
             raise ValueError(f"{where}: the field {name!r} must list at least one text")
+    for name, kind in {**fields.required, **fields.optional}.items():
+        if row.get(name) is not None:
+            _check(row[name], kind, f"{where}: the field {name!r}", name in fields.filled)
     return row
+
+
+def _check(value: Any, kind: type, field: str, filled: bool) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{field} must be a {kind.__name__}, not a {type(value).__name__}")
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{field} must list texts only")
+    if filled and not all(texts):
+        raise ValueError(f"{field} has an empty text")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{field} is no text: {error}") from error

@@ -12,8 +12,8 @@ import kvq_jax as kvq
 from models import EMBEDDED, load_llama, save_llama
 from models.stress import Outliers, Stress, stressed
 from models.tasks import gsm8k, longbench, niah, passkey
-from models.tasks.filler import fitted
-from models.tasks.runner import batches, capacity, run
+from models.tasks.filler import depth_of, fitted
+from models.tasks.runner import batches, capacity, check_samples, run
 from models.tasks.sample import Prompts, Sample, Task
 from models.training.tokenizer import save_tokenizer, train_tokenizer
 from tests.models.checkpoints import random_llama, tiny_config
@@ -235,6 +235,17 @@ BAD_FILES = {
     "a list": ("[1]", "must be an object, not a list"),
     "no field": ('{"input": "a", "context": "b"}', "needs the field 'answers', a list"),
     "a number": ('{"input": 3, "context": "b", "answers": ["c"]}', "needs the field 'input', a str"),
+    "a dataset that is no text": ('{"input": "a", "context": "b", "answers": ["c"], "dataset": 7}', "'dataset' must be a str, not a int"),
+    "classes that are no list": (
+        '{"input": "a", "context": "b", "answers": ["c"], "dataset": "trec", "all_classes": 5}',
+        "line 1: the field 'all_classes' must be a list, not a int",
+    ),
+    "classes that are no texts": (
+        '{"input": "a", "context": "b", "answers": ["c"], "dataset": "trec", "all_classes": [5]}',
+        "'all_classes' must list texts only",
+    ),
+    "half a surrogate pair": ('{"input": "a", "context": "\\ud800", "answers": ["c"]}', "the field 'context' is no text"),
+    "endless": ("[" * 100_000, "line 1: not JSON"),
     "no answers": ('{"input": "a", "context": "b", "answers": []}', "must list at least one text"),
     "no dataset": ('{"input": "a", "context": "b", "answers": ["c"]}', "'file' is no dataset of LongBench; known: narrativeqa"),
 }
@@ -247,6 +258,26 @@ def test_a_bad_file_is_named_with_its_line(case, tmp_path):
         (tmp_path / "file").write_text(content)
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         longbench.from_file(tmp_path / "file", embedded_prompts(), 2048)
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        (passkey, {"input": "", "target": ""}),
+        (passkey, {"input": "The key is 1.", "target": ""}),
+        (niah, {"input": "", "outputs": [""]}),
+        (niah, {"input": "hay", "outputs": ["a", ""]}),
+    ],
+)
+def test_samples_without_text_are_refused(task, row, tmp_path):
+    with pytest.raises(ValueError, match=r"line 1: the field '.*' has an empty text"):
+        task.from_file(lines(tmp_path / "data", row), embedded_prompts())
+
+
+def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
+    with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
+        check_samples([Sample((), ("a",), 1)], tiny_config())
+    assert depth_of("", "") is None
 
 
 # --- running ------------------------------------------------------------------------------------------------------------------------------
