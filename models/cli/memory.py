@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import kvq_jax as kvq
@@ -15,13 +14,11 @@ from kvq_jax.bias import inner_codec
 from kvq_jax.cache import Cache
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.methods.kvquant.accounting import paper_bits
-from kvq_jax.plan import LayerPlan
 from kvq_jax.roofline import Device
 from models.cli import inputs, memory_roofline
 from models.cli.console import format_bytes, print_json, print_table, progress
 from models.config import LlamaConfig
-from models.llama import abstract_llama
-from models.preparation import layer_weights
+from models.memory import parameter_bytes, working_bytes
 
 MASK_BITS = 1  # of a hybrid group in the paper's layout: which quantizer it took
 SLOT_BITS = 32  # of a hybrid group in the paper's layout: 32 signs, or an fp32 zero
@@ -109,24 +106,6 @@ def measure(
         "largest_context": None if budget is None else largest_context(spec, config, batch, dtype, budget),
         "roofline": None if device is None else memory_roofline.describe(layout, config, parameters, jnp.dtype(dtype).itemsize, device),
     }
-
-
-def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
-    """Of each layer's parameters: what is made from its weights (not those that are used as they are), and what a calibration holds."""
-    weights = layer_weights(abstract_llama(config, dtype).layers[0])
-    given = {id(leaf) for leaf in jax.tree.leaves(weights)}
-
-    def of(plan: LayerPlan) -> int:
-        made = {id(leaf): leaf for leaf in jax.tree.leaves(plan.from_weights(weights)) if id(leaf) not in given}
-        return kvq.nbytes([made, *(codec.parameters(plan.heads) for codec in plan.codecs)])
-
-    return [of(plan) for plan in cache.plans]
-
-
-def working_bytes(cache: Cache) -> int:
-    """Of the accumulator that flows through the layers of a step; one exists, whatever the number of layers."""
-    accumulators = [p.cross_layer.accumulator(cache.batch, p.regions.body_capacity) for p in cache.plans if p.cross_layer]
-    return max((kvq.nbytes(leaf.struct) for leaf in accumulators), default=0)
 
 
 def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.accounting import layer_components
-from models.cli.memory import parameter_bytes, working_bytes
 from models.config import LlamaConfig
 from models.evaluation.results import Bucket, Evaluation
 from models.evaluation.run import Settings, evaluate_caches
 from models.evaluation.text import TokenizedText
 from models.llama import Llama
+from models.memory import parameter_bytes, working_bytes
 from models.quantized import is_dense
 from models.report import maps, schema, times
 
