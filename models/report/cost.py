@@ -55,9 +55,9 @@ def sizes(report: Report) -> Picture:
     return Picture(
         name="sizes",
         title=f"What a cache of {report.request.capacity} tokens is made of, layer by layer",
-        reading="One panel for each cache, one bar for each layer, all on the same scale; the colours of a bar are its parts, from the "
-        "bottom: "
-        "keys, then values (or what holds both). Exact windows and prompt statistics do not grow with the context; the rest does.",
+        reading="One panel for each cache, one bar for each layer, all on the same scale; the colours of a bar are its parts, "
+        "from the bottom: keys, then values (or what holds both). "
+        "Exact windows and prompt statistics do not grow with the context; the rest does.",
         alt="Stacked bars of bytes by layer and part. " + "; ".join(f"{c.name}: {c.bytes} bytes in all" for c in caches) + ".",
         wide=True,
         draw=draw,
@@ -85,6 +85,7 @@ def grouped(layer: Sequence[Part]) -> dict[tuple[str, str], int]:
 
 
 def speed(report: Report) -> Picture | None:
+    """The fastest decode step in ms against the context in tokens; None where none was timed."""
     measured = report.speed
     if measured is None:
         return None
@@ -108,10 +109,9 @@ def speed(report: Report) -> Picture | None:
     return Picture(
         name="speed",
         title="Time of a decode step against context",
-        reading="Lower is better; each point is the fastest of "
-        f"{len(measured.caches[0].samples_ms[0])} steps through the whole model, one sequence: "
-        "what else the machine does only adds to it, and so does quantizing an aged block, in few steps. How steeply a line rises is what "
-        "each further token in the cache costs.",
+        reading=f"Lower is better; each point is the fastest of {len(measured.caches[0].samples_ms[0])} steps through the whole model, "
+        "one sequence: what else the machine does only adds to it, and so does quantizing an aged block, in few steps. "
+        "How steeply a line rises is what each further token in the cache costs.",
         alt=f"Line plot of milliseconds for a decode step at contexts {', '.join(map(str, measured.contexts))}. "
         + "; ".join(f"{c.name}: {', '.join(f'{t:.3g}' for t in c.fastest_ms)} ms" for c in measured.caches)
         + ".",

@@ -24,6 +24,7 @@ def pooled(matrix: Float[np.ndarray, "rows columns"], columns: int = COLUMNS) ->
 
 
 def magnitudes(report: Report) -> Picture:
+    """|k| after RoPE and |v| in the model's units, tokens x channels, for the layers of the report's sample."""
     layers = report.magnitudes
     matrices = [(pooled(m.keys.matrix()), pooled(m.values.matrix())) for m in layers]
     norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
@@ -45,9 +46,8 @@ def magnitudes(report: Report) -> Picture:
         name="magnitudes",
         title="How large keys and values are",
         reading=f"One row of pixels for each of the first {report.tokens_of_sample} tokens of the text, one column for each channel, "
-        "the KV heads "
-        "side by side; keys after RoPE. A bright column is an outlier channel: it widens every range that it shares. A bright row is an "
-        "outlier token, often the first." + _pooling(report),
+        "the KV heads side by side; keys after RoPE. A bright column is an outlier channel: it widens every range that it shares. "
+        "A bright row is an outlier token, often the first." + _pooling(report),
         alt=f"Heat maps of |k| and |v| by token and channel in layers {', '.join(str(m.layer) for m in layers)}. The largest key is "
         f"{largest[0]:.3g}, the largest value {largest[1]:.3g}.",
         wide=True,
@@ -81,10 +81,10 @@ def errors(report: Report) -> Picture | None:
     return Picture(
         name="errors",
         title="What quantizing every token changes",
-        reading="One row of pixels for each layer, one column for each channel: the mean distance between a key or value and what the "
-        "cache "
-        f"makes of it, over the first {report.tokens_of_sample} tokens of the text, none kept in an exact window. Percentages are "
-        "||x^ - x|| / ||x||, from the best layer to the worst. It shows where a method errs, not how much that costs: KL does." + not_shown,
+        reading="One row of pixels for each layer, one column for each channel: the mean distance between a key or value and what "
+        f"the cache makes of it, over the first {report.tokens_of_sample} tokens of the text, none kept in an exact window. "
+        "Percentages are ||x^ - x|| / ||x||, from the best layer to the worst. "
+        "It shows where a method errs, not how much that costs: KL does." + not_shown,
         alt="Heat maps of the mean error of keys and values by layer and channel. "
         + "; ".join(f"{c.name}: keys {_relative(c.errors, 0)}, values {_relative(c.errors, 1)}" for _, c in caches)
         + f".{not_shown}",

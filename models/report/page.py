@@ -41,9 +41,8 @@ def sections(report: Report) -> tuple[Section, ...]:
         Section(
             "Quality against size",
             f"KL, perplexity and sizes are of the same run: {scored}, read through the cache itself ({_mode(report)}). "
-            f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the exact windows weigh less, and a cache moves "
-            "towards "
-            "its body's bits (table below).",
+            f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the exact windows weigh less, "
+            "and a cache moves towards its body's bits (table below).",
             (quality.pareto_kl(report), quality.pareto_perplexity(report)),
         ),
         Section("By position", "", (*quality.by_position(report), quality.flips(report))),
@@ -54,11 +53,9 @@ def sections(report: Report) -> tuple[Section, ...]:
         found.append(
             Section(
                 "Speed",
-                f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}), in {report.model.dtype}; the "
-                "machine's load "
-                f"average was {' and '.join(f'{load:g}' for load in machine.load)} before and after. Times of a busy machine compare "
-                "caches "
-                "only roughly.",
+                f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}), in {report.model.dtype}; "
+                f"the machine's load average was {' and '.join(f'{load:g}' for load in machine.load)} before and after. "
+                "Times of a busy machine compare caches only roughly.",
                 (speed,),
                 _times(report.speed),
             )

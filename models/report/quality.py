@@ -35,6 +35,7 @@ def front_by(report: Report, measure: str) -> tuple[bool, ...]:
 
 
 def pareto_kl(report: Report) -> Picture:
+    """Mean KL(p || q) in nats against stored bits per element, both on log scales."""
     shown = [c for c in report.caches if c.kl is not None]
     seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > LEAST_KL]
     floor = 10 ** math.floor(math.log10(min(seen, default=1e-3)) - 0.3)
@@ -55,15 +56,16 @@ def pareto_kl(report: Report) -> Picture:
 
 
 def pareto_perplexity(report: Report) -> Picture:
+    """Perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
+
     def draw(theme: Theme) -> Any:
         return _pareto(report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity)
 
     return Picture(
         name="pareto_perplexity",
         title="Perplexity against size",
-        reading="Lower and further left is better; filled points are the front. The dashed line is the model without a cache. A cache "
-        "may end below it by chance: "
-        "KL, not perplexity, says how far predictions moved.",
+        reading="Lower and further left is better; filled points are the front. The dashed line is the model without a cache. "
+        "A cache may end below it by chance: KL, not perplexity, says how far predictions moved.",
         alt=_pareto_alt(report, "perplexity", "perplexity") + f" The model without a cache has {told(report.exact.perplexity)}.",
         wide=False,
         draw=draw,
@@ -153,6 +155,7 @@ def _pareto_alt(report: Report, measure: str, name: str) -> str:
 
 
 def by_position(report: Report) -> tuple[Picture, Picture]:
+    """Perplexity and KL in nats over parts of the window in which anything was scored."""
     held = [i for i, part in enumerate(report.positions) if part.tokens]
     where = [(report.positions[i].first + report.positions[i].last) / 2 for i in held]
     names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in held]
@@ -191,9 +194,8 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
         Picture(
             name="position_perplexity",
             title="Perplexity by position",
-            reading="Each point is a part of the window. The wide line is the model without a cache; a cache that leaves it towards the "
-            "right "
-            "loses quality as the context grows.",
+            reading="Each point is a part of the window. The wide line is the model without a cache; "
+            "a cache that leaves it towards the right loses quality as the context grows.",
             alt=f"Line plot of perplexity over {span} of the window for the exact model and {len(report.caches)} caches.",
             wide=False,
             draw=perplexity,
@@ -201,9 +203,9 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
         Picture(
             name="position_kl",
             title="KL by position",
-            reading="Lower is better; a line that rises means that errors grow with the number of quantized tokens. Near the left a "
-            "cache may "
-            "still hold every token exactly." + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
+            reading="Lower is better; a line that rises means that errors grow with the number of quantized tokens. "
+            "Near the left a cache may still hold every token exactly."
+            + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
             alt=f"Line plot of KL over {span} of the window. "
             + "; ".join(f"{c.name} ends at {told(c.kl_by_position[held[-1]] if held else None)}" for c in report.caches)
             + ".",
@@ -249,9 +251,8 @@ def flips(report: Report) -> Picture:
         name="flips",
         title="Where the likeliest token flips",
         reading="A row for each cache, the text from left to right; a column's height is the number of tokens there whose likeliest "
-        "successor "
-        f"is not that of the model without a cache, at most {most}. Columns that stand in every row are likely places where the model was "
-        "undecided.",
+        f"successor is not that of the model without a cache, at most {most}. "
+        "Columns that stand in every row are likely places where the model was undecided.",
         alt="Strips of the text in which the likeliest token changed. "
         + "; ".join(f"{c.name}: {len(c.flips)} of {report.text.scored}" for c in report.caches)
         + ".",

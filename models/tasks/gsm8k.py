@@ -37,11 +37,13 @@ def shots() -> tuple[tuple[str, str], ...]:
 
 
 def score(sample: Sample, text: str) -> Scores:
+    """`flexible` and `strict`, each 1 where the number that it finds before the first stop is the answer's, else 0."""
     text = _answer(text)
     return {"flexible": float(flexible(text) == sample.answers[0]), "strict": float(strict(text) == sample.answers[0])}
 
 
 def finished(sample: Sample, text: str) -> bool:
+    """A stop was generated."""
     return _answer(text) != text
 
 
@@ -55,6 +57,7 @@ def flexible(text: str) -> str:
 
 
 def strict(text: str) -> str:
+    """The number after "The answer is", normalized."""
     match = STRICT.search(text)
     return normalized(match.group(1) if match else INVALID)
 

@@ -45,6 +45,7 @@ def datasets() -> dict[str, Dataset]:
 
 
 def score(sample: Sample, text: str) -> Scores:
+    """`score`, 0 to 1: the largest of the dataset's metric over the right answers."""
     dataset = datasets()[sample.labels["dataset"]]
     text = _first_line(text) if dataset.first_line else text
     metric = METRICS[dataset.metric]
@@ -52,6 +53,7 @@ def score(sample: Sample, text: str) -> Scores:
 
 
 def finished(sample: Sample, text: str) -> bool:
+    """The first line has ended, where the dataset scores no other."""
     return datasets()[sample.labels["dataset"]].first_line and "\n" in text.lstrip("\n")
 
 

@@ -30,14 +30,17 @@ def qa_f1(prediction: str, answer: str, _: Sequence[str]) -> float:
 
 
 def qa_f1_zh(prediction: str, answer: str, _: Sequence[str]) -> float:
+    """F1 = 2 p r / (p + r), 0 to 1, of jieba's words that both have, without case and punctuation of both scripts."""
     return _f1(*([word for word in map(_without_punctuation, _cut(text)) if word] for text in (prediction, answer)))
 
 
 def rouge(prediction: str, answer: str, _: Sequence[str]) -> float:
+    """ROUGE-L, 0 to 1, as the package rouge 1.0.1 computes it (rouge.py)."""
     return rouge_l(prediction, answer)
 
 
 def rouge_zh(prediction: str, answer: str, _: Sequence[str]) -> float:
+    """`rouge` of jieba's words."""
     return rouge_l(" ".join(_cut(prediction)), " ".join(_cut(answer)))
 
 
@@ -61,10 +64,12 @@ def retrieval(prediction: str, answer: str, _: Sequence[str]) -> float:
 
 
 def retrieval_zh(prediction: str, answer: str, _: Sequence[str]) -> float:
+    """`retrieval`, 0 to 1, where the answer names its paragraph in Chinese."""
     return _share_of_numbers(prediction, re.findall(r"段落(\d+)", answer))
 
 
 def count(prediction: str, answer: str, _: Sequence[str]) -> float:
+    """The share of the prediction's numbers, 0 to 1, that are the answer."""
     return _share_of_numbers(prediction, [answer])
 
 

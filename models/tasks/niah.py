@@ -80,11 +80,13 @@ RULES = {
 
 
 def score(sample: Sample, text: str) -> Scores:
+    """`accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text, without case (RULER's string_match_all)."""
     text = text.lower()
     return {"accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)}
 
 
 def finished(sample: Sample, text: str) -> bool:
+    """Every value was said."""
     return score(sample, text)["accuracy"] == 1
 
 

@@ -35,6 +35,7 @@ RULES = {
 
 
 def score(sample: Sample, text: str) -> Scores:
+    """`accuracy`: 1 where the first number in the text is the key, else 0."""
     number = re.search(r"\d+", text)
     return {"accuracy": float(number is not None and number.group() == sample.answers[0])}
 
