@@ -3,11 +3,12 @@
     o, m, l = parts of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
 
 One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The splits' parts are
-merged exactly outside (`merge_splits`), by a reduction that XLA fuses. What the stored arrays mean is the sides' matter (sides.py).
+merged exactly outside (`merge_splits`), by a few small kernels of XLA. What the stored arrays mean is the sides' matter (sides.py).
 
-Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and a multiple of 32 (of a group's tokens, where
-groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to 8 columns or the next power
-of two. H and all tile sides are powers of two. Arrays may be of any size: beyond 2^32 bytes Pallas computes offsets with 64 bits.
+Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are exact, a multiple of 32
+(of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to
+8 columns or the next power of two. H and all tile sides are powers of two. Arrays may be of any size: beyond 2^32 bytes Pallas computes
+offsets with 64 bits.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def decode_attention(
     padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, channels, columns, capacity)
-    _check(capacity, tuning.tile, k)
+    _check(capacity, tuning.tile, k, v)
     more = k.more_scores(q.astype(jnp.float32), k_stored, limits, how)
     by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (_padded(more * (LOG2E * channels**-0.5), by_slots[0]).reshape(batch, heads, *by_slots),)
@@ -196,9 +197,12 @@ def decode_attention(
     return part if more is None else part._replace(o=part.o + more)
 
 
-def _check(capacity: int, tile: int, k: Side) -> None:
-    if capacity % SPAN or not SPAN <= tile <= capacity or tile & (tile - 1):
-        raise ValueError(f"{capacity=} is not whole spans of {SPAN} tokens, or {tile=} is no power of two from {SPAN} to it")
+def _check(capacity: int, tile: int, k: Side, v: Side) -> None:
+    packed = not (isinstance(k, Dense) and isinstance(v, Dense))
+    if capacity % SPAN and packed:
+        raise ValueError(f"{capacity=}: packed rows come in whole spans of {SPAN} tokens")
+    if not SPAN <= tile <= capacity or tile & (tile - 1):
+        raise ValueError(f"{tile=} is no power of two from {SPAN} to {capacity=}")
     if isinstance(k, Rotated) and tile > LONGEST_TILE:
         raise ValueError(f"{tile=}: keys before RoPE are turned in tiles of at most {LONGEST_TILE} tokens")
 

@@ -174,6 +174,17 @@ def test_every_kernel_lowers_for_cuda(case, arithmetic):
     assert "decode_attention" in text, "the kernel has lost its name"
 
 
+@kernel_cases("dense")
+def test_exact_rows_may_be_any_number(case):
+    check_lengths(case, Lengths(277, (0, 1, 31, 32, 129, 276, 277)), tuned(2, 32), INTERPRETED)
+
+
+@kernel_cases("kivi2_h128_g4_size32")
+def test_packed_rows_that_end_within_a_span_are_refused(case):
+    with pytest.raises(ValueError, match="capacity=1080: packed rows come in whole spans of 32"):
+        jax.eval_shape(lambda *args: attend(case, *args, 1080, None, INTERPRETED), *structs(case))
+
+
 @pytest.mark.parametrize("tile", [16, 48, 2 * LONG.capacity])
 @kernel_cases("dense")
 def test_steps_that_do_not_fit_the_contract_are_refused(case, tile):

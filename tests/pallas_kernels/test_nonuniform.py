@@ -100,7 +100,9 @@ def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: La
 
 
 def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
-    """What lies at a row's limit and behind it changes no bit, whatever it is."""
+    """What lies at a row's limit and behind it changes no bit, whatever it is; but by rounding where outliers of values are added up, which
+    a GPU does in any order."""
+    tolerance = 1e-5 if case.v.slots and not how.interpret else 0.0
     sides, less = sides_of(case, lengths), tuple(max(n - 32, 0) for n in lengths.limits)
     arrays = [side.arrays for side in sides]
     clean = outputs(case, arrays, lengths, tuning, how)
@@ -108,8 +110,8 @@ def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Laun
         dirty, further = ([spoiled(side, limits, bits) for side in sides] for limits in (lengths.limits, less))
         for before, after in zip(jax.tree.leaves(arrays), jax.tree.leaves(dirty), strict=True):
             assert before.ndim <= 2 or (before != after).any(), "an array of tokens was not spoiled"
-        np.testing.assert_array_equal(outputs(case, dirty, lengths, tuning, how), clean, err_msg=f"{bits:#x}")
-        assert not np.array_equal(outputs(case, further, lengths, tuning, how), clean), f"{bits:#x}: nothing was spoiled"
+        assert row_errors(outputs(case, dirty, lengths, tuning, how), clean).max() <= tolerance, f"{bits:#x} leaks"
+        assert row_errors(outputs(case, further, lengths, tuning, how), clean).max() > 100 * tolerance, f"{bits:#x}: nothing was spoiled"
 
 
 @each
