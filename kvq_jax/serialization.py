@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from safetensors.numpy import save_file
 
 from kvq_jax.array_types import ModelDims, Tree
 from kvq_jax.cache import Cache, CacheDims, dims_of, layout
+from kvq_jax.files import replacing
 from kvq_jax.spec import CacheSpec, parse
 
 FORMAT = "kvq-cache"
@@ -69,15 +69,8 @@ def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint:
         "parameters_fingerprint": parameters_fingerprint,
     }
     tensors = {name: np.ascontiguousarray(leaf).reshape(leaf.shape) for name, leaf in _named(cache).items()}
-    path = pathlib.Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=header)
-        os.replace(temporary, path)
-    except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def load_cache(
@@ -143,7 +136,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
     for field, read in readers.items():
         try:
             found[field] = read(header[field])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):  # the last of JSON that is nested too deeply
             raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from None
     dims = dataclasses.asdict(found["dims"])
     if not all(isinstance(size, int) and size > 0 for size in dims.values()) or dims["num_hidden_layers"] > tensors:
@@ -154,7 +147,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
 def _promised(path: pathlib.Path, found: dict[str, Any]) -> Cache:
     try:
         return layout(found["spec"], found["dims"], found["batch"], found["capacity"], found["dtype"])
-    except ValueError as error:
+    except (ValueError, ArithmeticError, LookupError) as error:  # the others of sizes that no method expects
         raise ValueError(f"{str(path)!r}: the header does not describe a cache: {error}") from None
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from kvq_jax.files import replacing
 from models import conversion
 from models.config import LlamaConfig, token_ids
 from models.llama import Llama, abstract_llama
@@ -90,17 +91,6 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
         temporary.write_text(json.dumps(fields, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to, moved over it at the end."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------------

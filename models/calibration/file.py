@@ -25,10 +25,10 @@ from safetensors.numpy import save
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.cache import CacheDims, dims_of
+from kvq_jax.files import replacing
 from kvq_jax.serialization import DTYPES
 from kvq_jax.spec import CacheSpec, parse
 from models.calibration.needs import Need, fingerprint, needs
-from models.checkpoint import replacing
 from models.llama import Llama
 
 FORMAT, VERSION = "kvq-calibration", "1"
@@ -83,7 +83,7 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "keys": json.dumps(dict(calibration.keys)),
         **{name: str(value) for name, value in dataclasses.asdict(calibration.origin).items()},
     }
-    with replacing(Path(path)) as temporary:
+    with replacing(path) as temporary:
         temporary.write_bytes(_sorted_header(save(dict(calibration.tensors), metadata=header)))
 
 
@@ -192,7 +192,7 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
     def read(field: str, reader: Any) -> Any:
         try:
             return reader(header[field])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
             raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from error
 
     return Calibration(

@@ -29,8 +29,8 @@ from safetensors.numpy import load_file, save_file
 
 from kvq_jax.cache import CacheDims
 from kvq_jax.codec import Side
+from kvq_jax.files import replacing
 from models.calibration.activations import Recorded, RowsTKH
-from models.checkpoint import replacing
 
 FORMAT = "kvq-calibration-work-1"
 STATE, FITTED = "state.json", "fitted"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
+import stat
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvq_jax as kvq
+from kvq_jax.cache import plans
 from tests.kvq_jax.cache_runs import DIMS, LENGTHS, filled
 from tests.methods_table import MethodCase, cases
 
@@ -125,6 +128,11 @@ def test_tensors_that_the_header_does_not_promise_are_refused(tensors: dict, mes
         ({"capacity": "1e3"}, "capacity='1e3'"),
         ({"capacity": str(10**15)}, "tensor "),
         ({"dtype": "float99"}, "dtype='float99'"),
+        ({"dims": "[" * 100_000}, "dims="),
+        ({"spec": "kivi:skip_layers=0-999999999999"}, "spec='kivi:skip_layers=0-999999999999'"),
+        ({"spec": "kivi:bits=8@50-60/2"}, "kivi:bits names layer 60"),
+        ({"spec": "kivi:block=1000000007"}, "tensor "),
+        ({"spec": "kivi", "dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": 1})}, "tensor "),
     ],
 )
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
@@ -162,6 +170,29 @@ def test_a_failed_save_leaves_the_old_file(saved: pathlib.Path, monkeypatch: pyt
         kvq.save_cache(filled("dense:sink=2,recent=5,block=8", LENGTHS), saved)
     assert saved.read_bytes() == before
     assert [p.name for p in saved.parent.iterdir()] == [saved.name], "a temporary file is left behind"
+
+
+def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path):
+    old = os.umask(0o027)
+    try:
+        kvq.save_cache(filled(SPEC, LENGTHS), tmp_path / "c.safetensors")
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(old)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"c.safetensors": 0o640, "plain": 0o640}
+
+
+def test_a_header_that_a_method_stumbles_over_is_refused(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    for error in (IndexError("tuple index out of range"), ZeroDivisionError("integer modulo by zero")):
+
+        def stumble(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(kvq.METHODS["kivi"], "codec", stumble)
+        plans.cache_clear()
+        with pytest.raises(ValueError, match=ONE_LINE.format("the header does not describe a cache")):
+            kvq.load_cache(saved)
 
 
 def test_fingerprints_tell_trees_apart():

@@ -65,6 +65,8 @@ BROKEN = {
     "later version": (lambda t, h: h.update(format_version="2"), "format_version='2'"),
     "no samples": (lambda t, h: h.pop("samples"), "header field samples=None"),
     "odd dims": (lambda t, h: h.update(dims="[]"), "header field dims="),
+    "deep dims": (lambda t, h: h.update(dims="[" * 100_000), "header field dims="),
+    "deep keys": (lambda t, h: h.update(keys='{"a":' * 100_000), "header field keys="),
     "odd keys": (lambda t, h: h.update(keys="7"), "header field keys="),
     "other dims": (
         lambda t, h: h.update(dims=h["dims"].replace('"head_dim": 16', '"head_dim": 32')),
@@ -106,6 +108,11 @@ def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
         leaf = conversion.weights(llama)[path].leaf
         other = conversion.replace_weights(llama, {path: leaf.at[(0,) * leaf.ndim].add(1.0)})
         assert fingerprint(other) != fingerprint(llama), path
+
+
+def test_a_new_file_has_the_mode_of_every_new_file(file):
+    file.with_name("plain").touch()
+    assert file.stat().st_mode == file.with_name("plain").stat().st_mode
 
 
 def test_a_file_appears_whole_or_not_at_all(work, tmp_path):

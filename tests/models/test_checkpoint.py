@@ -139,6 +139,7 @@ def test_saving_replaces_an_older_checkpoint_and_leaves_no_other_files(saved):
     save_llama(llama, saved)
     assert_same_weights(load_llama(saved, dtype="float32")[0], llama)
     assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1, "others may read one of the files alone"
 
 
 def test_parameters_of_a_cache_method_are_not_saved(tmp_path):
