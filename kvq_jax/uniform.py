@@ -6,9 +6,18 @@ All three return unsigned codes u with  x ~ u * scale + zero,  so that reading a
     symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),  u in 0 .. 2m: b bits and a sign  (InnerQ, 4.1.1)
     hybrid(b)       per group, whichever of the two has the smaller L1 error; ties go to asymmetric         (InnerQ, 4.1.2)
 
-Statistics use finite entries only. +-inf is coded as the group's finite extreme and nan as its level nearest zero. A constant group
-decodes to its value. Codes are computed against the scale and zero *as stored*, so rounding these to 16 bits costs no extra error inside
-the range. Entries beyond half the stored dtype's range (32752 for float16) saturate. Rounding is half to even.
+Statistics use finite entries only. +-inf is coded as the group's finite extreme and nan as its level nearest zero. Rounding is half to
+even.
+
+Codes are computed against the scale and zero *as stored*. Rounding these to 16 bits moves the range: an entry inside the stored range is
+off by at most half a step, and one that it leaves outside by as far as the ends moved,
+
+    |x^ - x| <= max(scale / 2, (ulp(zero) + top * ulp(scale)) / 2)        ulp: spacing of the stored dtype there; top: the largest code
+
+So a group far from zero can cost more than its steps: around 100, half an ulp of a float16 zero is 0.03, and a constant group decodes to
+its value rounded to the stored dtype (100.03 to 100.0). Where the zero is implied its ulp counts nothing; where it is written out for a
+symmetric group of a hybrid body, half of it is added. Entries beyond half the stored dtype's range (32752 for float16) saturate there
+first.
 """
 
 from __future__ import annotations

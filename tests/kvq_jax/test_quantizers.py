@@ -59,6 +59,45 @@ def test_error_is_at_most_half_a_step_inside_the_stored_range(scheme: str, dtype
             assert (outside <= moved).all(), f"{bits=}: the stored range misses an entry by {outside.max()}"
 
 
+def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The distance from a stored number to the next one, fp64."""
+    return np.abs(np.spacing(np.asarray(x).astype(jnp.dtype(dtype))).astype(np.float64))
+
+
+def far_groups() -> np.ndarray:
+    """Groups far from zero for their width, constant ones and tiny ones, and some that leave float16's range."""
+    rng = np.random.default_rng(4)
+    centre = np.array([0, 1e-6, 0.3, 100.03, -100.03, 2049, 30000, -32752, 60000], np.float32)[:, None, None]
+    width = np.array([0, 1e-7, 1e-3, 0.02, 1, 50], np.float32)[None, :, None]
+    return (centre + width * rng.uniform(-1, 1, (9, 6, GROUP))).reshape(-1, GROUP).astype(np.float32)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_half_a_step_or_what_rounding_moved_the_range(scheme: str, dtype: str):
+    given = far_groups()
+    limit = uniform.saturation_limit(jnp.dtype(dtype))
+    x = np.clip(given, -limit, limit).astype(np.float64)
+    for bits in (1, 2, 4, 8):
+        scale, zero, found = (np.asarray(a, np.float64) for a in quantized(jnp.asarray(given), scheme, bits, dtype)[1:])
+        top = 2**bits - 1 if scheme == "asym" else 2 * (2**bits - 1)
+        of_zero = 0 if scheme == "sym" else ulp(zero, dtype) / 2
+        ends = of_zero + top * ulp(scale, dtype) / 2
+        after = of_zero if scheme == "hybrid" else 0
+        bound = np.maximum(scale / 2, ends) + after + 4e-7 * (np.abs(x) + np.abs(zero))  # of arithmetic in fp32
+        assert (np.abs(found - x) <= bound).all(), f"{bits=}: {(np.abs(found - x) - bound).max()} too much"
+
+
+def test_a_rounded_zero_can_cost_more_than_half_a_step():
+    x = 100.03 + np.linspace(0, 0.02, GROUP, dtype=np.float32)[None]
+    _, scale, _, found = (np.asarray(a, np.float64) for a in quantized(jnp.asarray(x), "asym", 2, "float16"))
+    assert 0.02 < np.abs(found - x).max() < 0.0625 / 2 + scale.max() / 2, "half an ulp of 100 in float16 is 1/32"
+    assert scale.max() / 2 < 0.0034
+    constant = np.full((1, GROUP), 100.03, np.float32)
+    np.testing.assert_array_equal(decoded(constant, dtype="float16"), 100.0)
+    np.testing.assert_array_equal(decoded(constant), constant)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_hybrid_is_never_worse_than_either_scheme(bits: int):
     x = np.concatenate([groups(), np.abs(groups(seed=1)), groups(seed=2) + 5])
