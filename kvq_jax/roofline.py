@@ -79,10 +79,6 @@ class LayerCost:
         surplus = self.flops_per_token - ridge * self.cache_bytes_per_token
         return ridge * self.weight_bytes / surplus if surplus > 0 else math.inf
 
-    def intensity(self, tokens: float) -> float:
-        """FLOPs of rebuilding for each byte read, at `tokens` cached tokens."""
-        return self.flops_per_token * tokens / (self.cache_bytes_per_token * tokens + self.weight_bytes)
-
 
 def longest_hidden(layers: Iterable[LayerCost], ridge: float) -> float:
     """l of the first layer in which rebuilding shows: the smallest. Infinite where no layer rebuilds anything."""
@@ -104,11 +100,6 @@ def device(text: str) -> Device:
 
 
 # --- f ------------------------------------------------------------------------------------------------------------------------------------
-
-
-def flops_of_both(key_width: int, value_width: int, kv_width: int) -> int:
-    """2 (C_k + C_v) K H: keys and values are rebuilt, as the paper counts. kv_width = K H."""
-    return 2 * (key_width + value_width) * kv_width
 
 
 def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 from sklearn.cluster import KMeans
 
 from kvq_jax.methods.kvquant import fit
-from kvq_jax.methods.kvquant.kmeans import distortion, weighted_levels
+from kvq_jax.methods.kvquant.kmeans import nearest, weighted_levels
 
 TOKENS, HEADS, HEAD_DIM = 400, 2, 32
 OPTIONS = {"levels": 8, "per_channel": True, "per_matrix": False, "outliers": 0.02, "slots": 4, "weighting": "fisher_scale"}
@@ -31,6 +31,12 @@ def numbers(kind: str) -> tuple[np.ndarray, np.ndarray]:
         "few": rng.normal(size=60),
     }[kind]
     return (drawn / np.abs(drawn).max()).astype(np.float32), rng.gamma(0.2, size=drawn.size)
+
+
+def distortion(y: np.ndarray, weights: np.ndarray | None, levels: np.ndarray) -> float:
+    """sum_i w_i (y_i - nearest level)^2."""
+    error = np.square(y.astype(np.float64) - levels[nearest(y, levels)])
+    return float(error.sum() if weights is None else (weights * error).sum())
 
 
 @pytest.mark.parametrize("entries", [4, 8, 16])

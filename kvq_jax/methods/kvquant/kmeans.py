@@ -42,12 +42,6 @@ def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"]
     return levels
 
 
-def distortion(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | None, levels: Float[np.ndarray, " entries"]) -> float:
-    """sum_i w_i (y_i - nearest level)^2."""
-    error = np.square(y.astype(np.float64) - levels[nearest(y, levels)])
-    return float(error.sum() if weights is None else (weights * error).sum())
-
-
 def _histogram(y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
     """(sum w, sum w y, sum w y^2) of FINE_BINS equal bins over [-1, 1]."""
     index = np.clip(((y.astype(np.float64) + 1) * (FINE_BINS / 2)).astype(np.int64), 0, FINE_BINS - 1)
