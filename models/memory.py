@@ -11,6 +11,8 @@ from models.config import LlamaConfig
 from models.llama import abstract_llama
 from models.preparation import layer_weights
 
+CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted, whatever the model's
+
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
     """Of each layer's parameters: what is made from its weights (not those that are used as they are), and what a calibration holds."""

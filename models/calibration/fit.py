@@ -11,9 +11,7 @@ next call with the same work directory goes on where the last one ended, and giv
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +32,8 @@ from models.calibration.store import Identity, Store
 from models.config import LlamaConfig
 from models.llama import Layer, Llama
 from models.preparation import check_weights, layer_weights
+from models.progress import Progress
 from models.rope import rope_for
-
-T = TypeVar("T")
-Progress = Callable[[Sequence[T], str], Iterable[T]]  # shows how far a loop over these items is, and what it does
 
 
 def calibrate(

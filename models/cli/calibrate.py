@@ -97,9 +97,7 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
     length = options.length or min(LENGTH, config.max_position_embeddings)
     if length > config.max_position_embeddings:
         warn(f"samples of {length} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
-    tokenizer = inputs.load_tokenizer(options.model)
-    if tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer, which is needed to read the text")
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
     ids = inputs.encode(tokenizer, inputs.read_text(options.text))
     with input_errors():
         fit.check_request(options.cache, config, ids, options.samples, length)

@@ -24,14 +24,15 @@ from models.cli.console import UserError, format_bytes, input_errors, print_json
 from models.cli.continuation import Continuation
 from models.cli.timed import TimedGeneration
 from models.config import LlamaConfig
+from models.finite import finite
 from models.llama import Llama
+from models.memory import CACHE_DTYPE
 from models.preparation import prepare
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 CONTEXT = 2048
 NEW_TOKENS = 64
 FEWEST_TOKENS = 32  # of a text, so that both halves mean something
-CACHE_DTYPE = "bfloat16"
 
 DESCRIPTION = f"""\
 Runs a model with several caches and compares them. The first half of a text is the prompt. Each cache then
@@ -81,9 +82,7 @@ def run(options: argparse.Namespace) -> None:
     text = _passage() if options.text is None else inputs.read_text(options.text)
     config = inputs.read_config(options.model, *(spec for _, spec in caches))
     files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
-    tokenizer = inputs.load_tokenizer(options.model)
-    if tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer, which the demo needs to read its text")
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
     task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
     for name, spec in caches:
         inputs.warn_if_exact(name, kvq.layout(spec, config, 1, task.capacity), task.capacity - 1, f"in {task.capacity} tokens")
@@ -160,7 +159,7 @@ class Row:
         return {
             "name": self.name,
             "cache": str(self.spec),
-            "perplexity": perplexity if math.isfinite(perplexity) else None,
+            "perplexity": finite(perplexity),
             "cache_bytes": stored,
             "ratio": dense / stored,
             "bits_per_element": 8 * stored / (dense / 2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from models.checkpoint import load_llama
 from models.cli import inputs
 from models.cli.console import UserError, bar, input_errors, print_json, print_table, progress, warn
 from models.config import LlamaConfig
+from models.finite import finite
 from models.outlier_channels import TOPS, Decomposition, Magnitudes, Peak
 
 TOKENS, ROW = 4096, 1024  # of the text, and of each sequence that it is cut into
@@ -111,9 +111,7 @@ def _channel(index: int, head_dim: int) -> dict[str, int]:
 
 def read_windows(options: argparse.Namespace, config: LlamaConfig) -> np.ndarray:
     """[rows, T] token ids: consecutive pieces of the text, found before any weight is read."""
-    tokenizer = inputs.load_tokenizer(options.model)
-    if tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer, which is needed to read the text")
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
     beginning = inputs.read_text(options.text)[: 16 * TOKENS]  # a book would take long to encode; tokens are shorter than that
     if not beginning.strip():
         raise UserError(f"{options.text!r} holds no text")
@@ -149,7 +147,7 @@ def measured(magnitudes: Magnitudes, predicted: list[dict[str, Any]], head_dim: 
     flat = [entry["head"] * head_dim + entry["channel"] for entry in predicted]
 
     def truth(found: Peak) -> dict[str, Any]:
-        return _channel(found.channel, head_dim) | {"ratio": _finite(found.ratio), "place": outlier_channels.place(flat, found.channel)}
+        return _channel(found.channel, head_dim) | {"ratio": finite(found.ratio), "place": outlier_channels.place(flat, found.channel)}
 
     return {
         "latent_k": _latent(outlier_channels.peak(magnitudes.latent_k)),
@@ -160,11 +158,7 @@ def measured(magnitudes: Magnitudes, predicted: list[dict[str, Any]], head_dim: 
 
 
 def _latent(found: Peak) -> dict[str, Any]:
-    return {"ratio": _finite(found.ratio), "channel": found.channel, "is_first": found.channel == 0}
-
-
-def _finite(ratio: float) -> float | None:
-    return ratio if math.isfinite(ratio) else None
+    return {"ratio": finite(found.ratio), "channel": found.channel, "is_first": found.channel == 0}
 
 
 def accuracy(layers: list[dict[str, Any]]) -> dict[str, Any]:

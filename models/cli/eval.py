@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,10 @@ from models.evaluation.results import BUCKETS, Evaluation
 from models.evaluation.run import BATCH, MOST_WINDOW, Settings, check_request, evaluate_caches
 from models.evaluation.text import TokenizedText, tokenize
 from models.evaluation.through import CHUNK, MODES, STEP
+from models.finite import finite
+from models.memory import CACHE_DTYPE
 from models.preparation import prepare
 
-CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted
 MODEL_ROW = "no cache"
 
 DESCRIPTION = """\
@@ -118,9 +118,7 @@ def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Se
     specs = [spec for _, spec in options.cache]
     config = inputs.read_config(options.model, *specs)
     files = inputs.calibrations(config, specs, options.calibration or [])
-    tokenizer = inputs.load_tokenizer(options.model)
-    if tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer, which is needed to read the text")
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
     text = tokenize(tokenizer, whole)
     text = text if options.limit is None else text.first(options.limit)
     with input_errors():
@@ -174,9 +172,9 @@ def report(
         "seconds": seconds,
         "positions": [{"first": b.first, "last": b.last, "tokens": b.tokens} for b in parts],
         "exact": {
-            "perplexity": _finite(first.exact_perplexity),
-            "bits_per_byte": _finite(first.exact_bits_per_byte),
-            "by_position": {"nats": [_finite(b.exact_nats) for b in parts]},
+            "perplexity": finite(first.exact_perplexity),
+            "bits_per_byte": finite(first.exact_bits_per_byte),
+            "by_position": {"nats": [finite(b.exact_nats) for b in parts]},
         },
         "caches": [_cache_report(name, e, config, bf16, options) for (name, _), e in zip(options.cache, found, strict=True)],
     }
@@ -188,9 +186,9 @@ def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: 
     return {
         "name": name,
         "cache": str(spec),
-        "perplexity": _finite(evaluation.perplexity),
-        "bits_per_byte": _finite(evaluation.bits_per_byte),
-        "kl": _finite(evaluation.mean_kl),
+        "perplexity": finite(evaluation.perplexity),
+        "bits_per_byte": finite(evaluation.bits_per_byte),
+        "kl": finite(evaluation.mean_kl),
         "agreement": evaluation.agreement,
         "flips": evaluation.flips.size,
         "cache_bytes": size,
@@ -198,17 +196,12 @@ def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: 
         "bits_per_element": kvq.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
         "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
         "by_position": {
-            "nats": [_finite(b.nats) for b in parts],
-            "kl": [_finite(b.kl) for b in parts],
+            "nats": [finite(b.nats) for b in parts],
+            "kl": [finite(b.kl) for b in parts],
             "flips": [b.flips for b in parts],
         },
         **({"flip_positions": evaluation.flips.tolist()} if options.flips else {}),
     }
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no inf and no nan."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -177,6 +177,14 @@ def load_tokenizer(model: str) -> Any:
         return checkpoint.load_tokenizer(checkpoint.checkpoint_directory(locate(model), files))
 
 
+def need_tokenizer(model: str, use: str) -> Any:
+    """The tokenizer; UserError with what it is for where the checkpoint has none."""
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
+    return tokenizer
+
+
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     """Token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
     try:

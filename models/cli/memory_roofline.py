@@ -21,6 +21,7 @@ from kvq_jax.plan import LayerPlan
 from kvq_jax.roofline import Device, LayerCost
 from models.cli.console import format_bytes, print_table
 from models.config import LlamaConfig
+from models.finite import finite
 
 BLOCKS = 32  # whose bytes are counted, as `kvq.body_bits_per_element` does
 EXACT_BITS = 16
@@ -66,8 +67,8 @@ def describe(cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], 
     rebuilding = [cost for cost in here if cost.flops_per_token]
     return {
         "rebuilds": bool(rebuilding),
-        "hidden_tokens": _finite(roofline.longest_hidden(rebuilding, device.ridge)),
-        "paper_hidden_tokens": _finite(roofline.longest_hidden((cost for cost in theirs if cost), device.ridge)),
+        "hidden_tokens": finite(roofline.longest_hidden(rebuilding, device.ridge)),
+        "paper_hidden_tokens": finite(roofline.longest_hidden((cost for cost in theirs if cost), device.ridge)),
         "layers": [
             {"layer": layer, "here": _described(own, device), "paper": None if paper is None else _described(paper, device)}
             for layer, (own, paper) in enumerate(zip(here, theirs, strict=True))
@@ -76,11 +77,7 @@ def describe(cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], 
 
 
 def _described(cost: LayerCost, device: Device) -> dict[str, Any]:
-    return dataclasses.asdict(cost) | {"hidden_tokens": _finite(cost.longest_hidden(device.ridge))}
-
-
-def _finite(length: float) -> float | None:
-    return length if math.isfinite(length) else None
+    return dataclasses.asdict(cost) | {"hidden_tokens": finite(cost.longest_hidden(device.ridge))}
 
 
 def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> LayerCost:

@@ -16,12 +16,12 @@ from models.checkpoint import load_llama
 from models.cli import inputs
 from models.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress
 from models.config import LlamaConfig
+from models.memory import CACHE_DTYPE
 from models.preparation import prepare
 from models.tasks.runner import Answer, capacity, check_samples, run
 from models.tasks.sample import Prompts, Sample, Task
 
 BATCH = 4
-CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted
 MOST_LENGTH = 4096  # of the default lengths
 CHAT_RULE = "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins with follow the template"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -162,9 +162,7 @@ def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
 
 
 def _prompts(options: argparse.Namespace) -> Prompts:
-    tokenizer = inputs.load_tokenizer(options.model)
-    if tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer, which is needed to write prompts")
+    tokenizer = inputs.need_tokenizer(options.model, "write prompts")
     return Prompts(tokenizer, partial(inputs.encode, tokenizer, chat=True) if options.chat else None)
 
 

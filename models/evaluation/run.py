@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +17,11 @@ from models.evaluation.results import Evaluation, Quality
 from models.evaluation.through import CHUNK, MODES, STEP, Batch, Mode, Reference, Through, slices
 from models.evaluation.windows import check_windows, windows
 from models.llama import Llama
+from models.progress import Progress
 
 BATCH = 4
 MOST_WINDOW = 2048  # of the default
 
-T = TypeVar("T")
-Progress = Callable[[Sequence[T], str], Iterable[T]]  # shows how far a loop over these items is, and what it does
 Candidate = tuple[Llama, CacheSpec | str]  # a model that carries what the cache needs (`models.prepare`), and the cache
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +16,12 @@ from models.config import LlamaConfig
 from models.evaluation.results import Bucket, Evaluation
 from models.evaluation.run import Settings, evaluate_caches
 from models.evaluation.text import TokenizedText
+from models.finite import finite
 from models.llama import Llama
-from models.memory import parameter_bytes, working_bytes
+from models.memory import CACHE_DTYPE, parameter_bytes, working_bytes
+from models.progress import Progress
 from models.quantized import is_dense
 from models.report import maps, schema, times
-
-CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted
-
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 class Plan(NamedTuple):
@@ -139,8 +136,3 @@ def _cache(
         sizes=tuple(tuple(schema.Part(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
         errors=errors,
     )
-
-
-def finite(value: float | None) -> float | None:
-    """JSON has no inf and no nan."""
-    return value if value is not None and math.isfinite(value) else None

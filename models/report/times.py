@@ -10,9 +10,9 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,11 @@ import kvq_jax as kvq
 from kvq_jax.spec import CacheSpec
 from models.decoding import decode_step, implementations
 from models.llama import Llama
+from models.progress import Progress
 from models.report.schema import Machine, Speed, StepTimes
 
 STEPS = 15  # timed, after one that is not
 DIGITS = 4  # of a millisecond
-
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 class Candidate(NamedTuple):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from models.progress import Progress
 from models.report import page
 from models.report.schema import Report, dump
 
 JSON, PAGE = "report.json", "index.html"
-
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 def write_numbers(report: Report, out: Path) -> Path:

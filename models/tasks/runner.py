@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from kvq_jax.spec import CacheSpec
 from models.config import LlamaConfig
 from models.generation import generate_stream
 from models.llama import Llama
+from models.progress import Progress
 from models.tasks.sample import Prompts, Sample, Scores, Task
 
 SHORTEST = 64  # tokens of a cache, at least
-
-T = TypeVar("T")
-Progress = Callable[[Sequence[T], str], Iterable[T]]
 
 
 @dataclasses.dataclass(frozen=True)
