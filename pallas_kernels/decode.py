@@ -96,12 +96,14 @@ _STEPS = {
 }
 
 
-def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int) -> Tuning:
+def tuning_for(k: Side, v: Side, channels: int, columns: int, capacity: int, asm: bool) -> Tuning:
     """The usual step for these sides, no larger than the capacity, and how many such programs a multiprocessor holds."""
     chosen = [_step(side, channels) for side in (k, v)]
     tile, stages = min(tile for tile, _ in chosen), min(stages for _, stages in chosen)
     if columns > 8:
         tile //= 2
+    if not asm and any(isinstance(side, Rotated) or (isinstance(side, Codebook) and side.planes.bits == 4) for side in (k, v)):
+        tile //= 2  # selects, and rotated keys, hold more at a time than assembly
     while tile > capacity:
         tile //= 2
     # cosines in array operations: one warp does not hold the smallest step of 256 channels
@@ -164,7 +166,7 @@ def decode_attention(
     columns = max(8, pl.next_power_of_2(group))
     padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
-    tuning = tuning or tuning_for(k, v, channels, columns, capacity)
+    tuning = tuning or tuning_for(k, v, channels, columns, capacity, how.asm)
     _check(capacity, tuning.tile, k, v)
     more = k.more_scores(q.astype(jnp.float32), k_stored, limits, how)
     by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots

@@ -127,7 +127,7 @@ def _attention(
     """queries: query heads of each KV head."""
     (k_side, k_stored, k_bits), (v_side, v_stored, v_bits) = k, v
     columns = max(8, queries)
-    tuning = tuning_for(k_side, v_side, channels, columns, TOKENS)
+    tuning = tuning_for(k_side, v_side, channels, columns, TOKENS, arithmetic == "asm")
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         def attend(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], limits: jax.Array) -> Any:
@@ -157,6 +157,11 @@ def _innerq(bits: int, scheme: Scheme, channels: int, **limits: Any) -> Case:
 
 def _kivi(bits: int, channels: int, **limits: Any) -> Case:
     return attention_case(f"kivi, {bits}-bit", *_formats(bits, "asym", OUTER, channels), channels, **limits)
+
+
+def _kivi_before_rope(arithmetic: Arithmetic, **limits: Any) -> Case:
+    k, v = _formats(4, "asym", OUTER, 128)
+    return _attention("kivi, 4-bit, before RoPE", _before_rope(k, 128), _side(v, 128), 128, arithmetic=arithmetic, **limits)
 
 
 def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits: Any) -> Case:
@@ -233,13 +238,7 @@ CASES: tuple[Case, ...] = (
     _kivi(4, 256, **_limits(2.89, 0.94, 1.0, waits=True)),
     _kivi(8, 128, **_limits(3.12, 1.29, 1.0)),
     _kivi(4, 128, queries=16, **_limits(3.69, 1.01, 0.95, waits=True)),
-    _attention(
-        "kivi, 4-bit, before RoPE",
-        _before_rope(GroupFormat(4, "asym", "tokens", 32, 128, 32), 128),
-        _side(GroupFormat(4, "asym", "channels", 32, 128, 32), 128),
-        128,
-        **_slow(4.13, 0.98, 0.9, 104),
-    ),
+    _kivi_before_rope("asm", **_slow(4.13, 0.98, 0.9, 104)),
     _nuq(2, 0, 128, pre_rope=False, **_slow(2.81, 1.72, 0.5)),
     _nuq(3, 0, 128, pre_rope=False, **_slow(3.28, 1.99, 0.65)),
     _nuq(4, 0, 128, pre_rope=False, **_slow(4.3, 3.19, 0.54)),
@@ -255,14 +254,21 @@ CASES: tuple[Case, ...] = (
         **_slow(5.13, 3.36, 0.57, 281),
     ),
     attention_case("dense, bf16", None, None, 128, **_limits(1.4, 0.5, 1.0)),
-    # What runs where nothing else is chosen. Steps are those that fit the registers in assembly: KIVI with 2 bits spills in them.
-    _innerq(2, "sym", 128, arithmetic="jnp", **_slow(4.53, 2.25, 0.47, 91)),
-    _innerq(3, "hybrid", 128, arithmetic="jnp", **_slow(7.4, 4.85, 0.35, 152)),
-    _kivi(2, 128, arithmetic="jnp", **_slow(7.2, 3.63, 0.35, 3030)),
-    _kivi(4, 128, arithmetic="jnp", **_limits(6.73, 3.35, 0.63)),
+    # What runs where nothing else is chosen.
+    _innerq(2, "sym", 128, arithmetic="jnp", **_slow(2.46, 0.91, 0.89, 186)),
+    _innerq(2, "asym", 128, arithmetic="jnp", **_limits(3.16, 0.92, 0.81)),
+    _innerq(3, "hybrid", 128, arithmetic="jnp", **_limits(4.34, 1.77, 0.79, waits=True)),
+    _innerq(4, "sym", 128, arithmetic="jnp", **_limits(2.59, 0.98, 1.0) | {"cap_spill_bytes": 134}),
+    _innerq(4, "hybrid", 128, arithmetic="jnp", **_limits(3.51, 1.08, 1.0)),
+    _kivi(2, 128, arithmetic="jnp", **_limits(3.55, 1.08, 0.75)),
+    _kivi(4, 128, arithmetic="jnp", **_limits(3.75, 1.11, 1.0)),
+    _kivi_before_rope("jnp", **_limits(9.0, 3.94, 0.47, waits=True)),
+    _nuq(4, 0, 128, pre_rope=False, arithmetic="jnp", **_limits(16.03, 14.64, 0.11, waits=True)),
     attention_case("dense, bf16", None, None, 128, arithmetic="jnp", **_limits(1.4, 0.5, 1.0)),
     *_products("innerq 2-bit sym", _formats(1, "sym", INNER, 128), 128, _limits(2.03, 1.1, 1.0, waits=True), _limits(2.22, 1.1, 1.0)),
     *_products("innerq 2-bit asym", _formats(2, "asym", INNER, 128), 128, _limits(2.42, 0.87, 1.0, waits=True), _limits(2.28, 0.84, 1.0)),
-    *_products("kivi 2-bit", _formats(2, "asym", OUTER, 128), 128, _limits(4.04, 1.95, 0.64, waits=True), _limits(2.24, 0.82, 1.0)),
+    *_products("kivi 2-bit", _formats(2, "asym", OUTER, 128), 128, _slow(2.93, 0.96, 0.94, 286), _limits(2.24, 0.82, 1.0)),
+    *_products("innerq 2-bit asym", _formats(2, "asym", INNER, 128), 128, _slow(3.54, 1.11, 0.73), _slow(3.01, 0.99, 0.86), "jnp"),
+    *_products("kivi 2-bit", _formats(2, "asym", OUTER, 128), 128, _slow(3.54, 1.11, 0.73), _slow(3.01, 0.99, 0.86), "jnp"),
     *_products("kivi 4-bit", _formats(4, "asym", OUTER, 128), 128, _limits(2.68, 1.1, 1.0), _limits(2.32, 1.1, 1.0)),
 )

@@ -75,7 +75,7 @@ def test_products_alone_equal_the_reference(tile):
 def test_the_usual_step_is_half_of_a_served_group():
     k, v = (side_of(f, SERVED.head_dim) for f in (SERVED.k, SERVED.v))
     assert isinstance(k, Grouped)
-    assert (k.group, tuning_for(k, v, SERVED.head_dim, 8, LONG.capacity).tile) == (128, 64)
+    assert (k.group, tuning_for(k, v, SERVED.head_dim, 8, LONG.capacity, False).tile) == (128, 64)
 
 
 def check_served(how: Launch) -> None:

@@ -51,7 +51,7 @@ class Case:
 
     @property
     def usual(self) -> Tuning:
-        return tuning_for(self.side, side_of(self.v, self.head_dim), self.head_dim, 8, CAPACITY)
+        return tuning_for(self.side, side_of(self.v, self.head_dim), self.head_dim, 8, CAPACITY, False)
 
 
 def case(angle: int, radius: int, size: int, head_dim: int, group: int, v: GroupFormat | None, dtype: str = "float16") -> Case:

@@ -43,7 +43,7 @@ COUNTED = [
 
 @pytest.mark.parametrize(("sides", "channels", "programs", "kilobytes"), COUNTED)
 def test_as_many_programs_run_as_their_tiles_leave_room_for(sides, channels, programs, kilobytes):
-    tuning = tuning_for(*sides, channels, 8, 16384)
+    tuning = tuning_for(*sides, channels, 8, 16384, True)
     assert tuning.resident == programs
     estimate = shared_bytes(*sides, channels, tuning.tile, tuning.stages)
     assert estimate == pytest.approx(kilobytes * 1024, rel=0.13)
@@ -52,7 +52,7 @@ def test_as_many_programs_run_as_their_tiles_leave_room_for(sides, channels, pro
 @pytest.mark.parametrize(("size", "tile"), [(32, 128), (64, 64), (128, 128)])
 def test_no_step_holds_two_groups_of_64_tokens(size, tile):
     k, v = side_of(format_of(2, "asym", "tokens", 128, size), 128), side_of(format_of(2, "asym", "channels", 128), 128)
-    assert tuning_for(k, v, 128, 8, 16384).tile == tile
+    assert tuning_for(k, v, 128, 8, 16384, True).tile == tile
 
 
 def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
