@@ -13,7 +13,7 @@ have such biases). Without the bias, codes do not depend on it at all.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codec import Codec, dot_rows
 from kvq_jax.rope import Rope, cosines_and_sines, rotate
+
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
 
 OPTION = "subtract_bias=true"
 
@@ -100,7 +103,7 @@ class BiasSubtracting(Codec):
         constant = dot_rows(turning.reshape(batch, 1, heads * rows, head_dim), table, lax.Precision.HIGHEST)
         return self.inner.scores(_own(params), stats, inner, body, positions, rope) + constant.reshape(batch, heads, rows, -1)
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         return f"{OPTION} adds the bias's share to the scores, which no kernel does"
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.array_types import LengthsB, ModelDims
+from kvq_jax.method import PerLayer
 from kvq_jax.plan import LayerPlan, LayerState
 from kvq_jax.spec import CacheSpec, parse
 
@@ -56,7 +57,8 @@ class Cache:
 
 @functools.cache
 def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str) -> tuple[LayerPlan, ...]:
-    """The plan of every layer."""
+    """The plan of every layer. ValueError where the options do not fit the model, or name a layer that it does not have."""
+    _check_layers(spec, dims)
     return tuple(spec.layer(i, dims, capacity, dtype) for i in range(dims.num_hidden_layers))
 
 
@@ -86,11 +88,19 @@ def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int
     spec, dims = parse(spec), dims_of(config)
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs at least one row and one token: {batch=}, {capacity=}")
-    beyond = [i for i in spec.skip_layers if i >= dims.num_hidden_layers]
-    if beyond:
-        raise ValueError(f"skip_layers names layer {beyond[0]}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
+    return spec, dims, jnp.dtype(dtype).name
+
+
+def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
+    """ValueError where the spec names a layer that the model does not have."""
+    named = [("skip_layers names", layer) for layer in spec.skip_layers]
     for method in (spec.k, spec.v):
         first = method.carries_from()
-        if first is not None and first >= dims.num_hidden_layers:
-            raise ValueError(f"{method.name} starts at layer {first}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
-    return spec, dims, jnp.dtype(dtype).name
+        named += [] if first is None else [(f"{method.name} starts at", first)]
+        for field in dataclasses.fields(method):
+            value = getattr(method, field.name)
+            if isinstance(value, PerLayer):
+                named += [(f"{method.name}:{field.name} names", last) for _, _, last in value.ranges]
+    for what, layer in named:
+        if layer >= dims.num_hidden_layers:
+            raise ValueError(f"{what} layer {layer}, but the model has layers 0 to {dims.num_hidden_layers - 1}")

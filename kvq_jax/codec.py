@@ -12,7 +12,7 @@ heads.
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,21 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.body import Leaf
+from kvq_jax.quantized import GroupFormat, Scheme
 from kvq_jax.rope import Rope, rotate
 
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
+
 Side = Literal["k", "v"]
+
+
+class KernelJob(NamedTuple):
+    """Rows in uniform groups, divided by `divisor` [B, K, 1, H] before they are coded where it is given."""
+
+    format: GroupFormat
+    scheme: Scheme
+    divisor: Float[Array, "B K 1 H"] | None
 
 
 class Codec(abc.ABC):
@@ -104,8 +116,8 @@ class Codec(abc.ABC):
         return rows
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
-        """What `scores` needs of the queries, computed once for all chunks. q is scaled by 1/sqrt(H); R = G * T query rows share a KV
-        head."""
+        """What `scores` needs of the queries, computed once for all chunks. R = G * T query rows share a KV head. q is as the model made
+        it: the caller scales the scores by 1/sqrt(H)."""
         return q
 
     def scores(
@@ -122,16 +134,16 @@ class Codec(abc.ABC):
         values = self.vectors(params, self.decode(params, stats, body), positions, rope)
         return weigh_rows(weights, values)
 
-    def kernel_side(self) -> Any:
-        """A `pallas_kernels.sides.Side` with which fused kernels read the body, or one line that says why there is none."""
+    def kernel_side(self) -> KernelSide | str:
+        """What fused kernels read the body with, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
         """The arrays that the kernel's side reads, in its order."""
         return jax.tree.leaves(body)
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
-        """(format, scheme, divisor of the rows or None) for `pallas_kernels.quantize`; None where `encode` has no kernel."""
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
+        """What `pallas_kernels.quantize` is to do; None where `encode` has no kernel."""
         return None
 
 

@@ -11,15 +11,18 @@ gives the same result. It is for kernels: in XLA on a CPU it is slower (docs/dec
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvq_jax import quantized
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
-from kvq_jax.codec import Codec, Side, dot_rows, rotate_keys, side_rows
+from kvq_jax.codec import Codec, KernelJob, Side, rotate_keys, side_rows
 from kvq_jax.quantized import GroupFormat, Quantized
 from kvq_jax.rope import Rope
+
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +45,15 @@ class GroupCodec(Codec):
     def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
         return quantized.dequantize(body)
 
-    def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Quantized, positions: Int[Array, "B C"], rope: Rope | None
-    ) -> Float[Array, "B K R C"]:
-        return dot_rows(query, self.vectors(params, quantized.dequantize(body), positions, rope))
-
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         from kvq_jax.attention.kernel_sides import grouped
 
         return grouped(self)
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         if self.format.heads > 1:
             return None  # the kernel quantizes one head at a time
-        return self.format, self.format.scheme, None
+        return KernelJob(self.format, self.format.scheme, None)

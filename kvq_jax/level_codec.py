@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -15,6 +15,9 @@ from kvq_jax.groups import ChannelGroup
 from kvq_jax.nonuniform import LevelFormat, Nonuniform
 from kvq_jax.rope import Rope
 from kvq_jax.uniform import finite_range, saturation_limit
+
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class LevelCodec(Codec):
     def decode(self, params: Tree, stats: Tree, body: Nonuniform) -> RowsBKTH:
         return nonuniform.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         from kvq_jax.attention.kernel_sides import nonuniform as side
 
         return side(self.format.layout, self.format.group, scale_dtype=self.format.scale_dtype, pre_rope=self.pre_rope)

@@ -56,6 +56,8 @@ class Method(abc.ABC):
     source: ClassVar[str]
     prompt_statistics: ClassVar[bool] = False
     reads_queries: ClassVar[bool] = False
+    keys_only: ClassVar[bool] = False  # values stay exact
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # options that do nothing beside an option that is not 0
     presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
     @abc.abstractmethod

@@ -9,6 +9,7 @@ tokens of one channel (grouped over "tokens": KIVI keys, InnerQ values).
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -139,7 +140,8 @@ def dequantize(body: Quantized) -> Float[Array, "B K T H"]:
 
 
 def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
-    return tuple(d for d in range(1, min(size, up_to or size) + 1) if size % d == 0)
+    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+    return tuple(d for d in sorted({*small, *(size // d for d in small)}) if d <= (up_to or size))
 
 
 def resolve_group(requested: int, size: int, what: str, largest: int = 32) -> int:

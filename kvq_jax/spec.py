@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 from kvq_jax.array_types import ModelDims
@@ -25,6 +26,7 @@ from kvq_jax.regions import Regions
 from kvq_jax.registry import METHODS
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
+MOST_LAYERS = 4096  # that a spec can name; a range of layers is written out before a model bounds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,11 @@ class CacheSpec:
             return k + separator + ",".join(cache) if cache else k
         return f"k={k}+v={v}" + (f"+cache:{','.join(cache)}" if cache else "")
 
-    def _check_skipped(self) -> None:
+    def _check(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block={self.block} is too small: a block is at least 1 token")
+        if self.k != self.v:
+            _check_value_method(self.v)
         for method in (self.k, self.v):
             first = method.carries_from()
             late = [] if first is None else [layer for layer in self.skip_layers if layer >= first]
@@ -76,7 +82,7 @@ class CacheSpec:
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
         """The plan of one layer: resolved codecs and regions. ValueError where the options do not fit the model."""
-        self._check_skipped()
+        self._check()
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
         k_codec, v_codec = k.codec("k", index, dims, self.block, dtype), v.codec("v", index, dims, self.block, dtype)
         if (k_codec.joint or v_codec.joint) and k != v:
@@ -96,7 +102,7 @@ def parse(text: str | CacheSpec) -> CacheSpec:
     """The spec that a text describes. ValueError, in one line, names what is unknown and lists what is allowed."""
     if isinstance(text, CacheSpec):
         return text
-    parts = text.strip().split("+")
+    parts = re.split(r"\+(?![0-9])", text.strip())  # 1e+16 is a number
     if len(parts) == 1 and parts[0][:2] not in ("k=", "v="):
         name, options = _split(parts[0])
         options = _with_preset(name, options)
@@ -123,6 +129,8 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
         if misplaced:
             raise ValueError(f"cache {text!r}: {misplaced[0]} belongs to the cache; write +cache:{misplaced[0]}={options[misplaced[0]]}")
         options = _with_preset(name, options)
+        if side == "v=":
+            _check_value_method(_kind(name))
         methods.append(_method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS}))  # a preset may name windows
     cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
     unknown = [o for o in cache if o not in CACHE_OPTIONS]
@@ -171,6 +179,10 @@ def _method(name: str, options: dict[str, str]) -> Method:
             allowed = ", ".join((*fields, *(("preset",) if kind.presets else ()), *CACHE_OPTIONS))
             raise ValueError(f"unknown option {key!r} of {name}; options: {allowed}")
         values[key] = _value(f"{name}:{key}", text, fields[key])
+    for key, others in kind.replaces.items():
+        beside = [other for other in others if other in values]
+        if values.get(key) and beside:
+            raise ValueError(f"{name}:{key}={options[key]} stands for {beside[0]}={options[beside[0]]}: give one of them")
     return kind(**values)
 
 
@@ -181,11 +193,13 @@ def _value(where: str, text: str, field: dataclasses.Field) -> Any:
     except ValueError:
         expected = " | ".join(map(str, choices)) or type(field.default).__name__
         raise ValueError(f"{where}={text} cannot be read; expected {expected}") from None
+    if isinstance(value, PerLayer):
+        _check_ranges(f"{where}={text}", [(first, last) for _, first, last in value.ranges])
     found = value.values() if isinstance(value, PerLayer) else (value,)
     if choices and any(v not in choices for v in found):
         raise ValueError(f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}")
-    if not choices and isinstance(value, int) and value < 0:
-        raise ValueError(f"{where}={text} must not be negative")
+    if not choices and isinstance(value, int | float) and not 0 <= value < math.inf:
+        raise ValueError(f"{where}={text} must be {'finite and ' if isinstance(value, float) else ''}not negative")
     return value
 
 
@@ -206,8 +220,7 @@ def _read_per_layer(text: str) -> int | PerLayer:
         value, at, layers = item.partition("@")
         if not at:
             raise ValueError(text)
-        first, _, final = layers.partition("-")
-        found.append((int(value), int(first), int(final or first)))
+        found.append((int(value), *_read_range(layers)))
     return PerLayer(tuple(found), int(last))
 
 
@@ -215,21 +228,38 @@ def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
     changes: dict[str, Any] = {}
     for key, text in options.items():
         try:
-            changes[key] = _read_layers(text) if key == "skip_layers" else _read(text, type(getattr(spec, key)))
+            changes[key] = _read_ranges(text) if key == "skip_layers" else _read(text, type(getattr(spec, key)))
         except ValueError:
             expected = {"skip_layers": "layers such as 0-2/31", "subtract_bias": "true or false"}.get(key, "a number of tokens")
             raise ValueError(f"{key}={text} cannot be read; expected {expected}") from None
+        if key == "skip_layers":
+            _check_ranges(f"{key}={text}", changes[key])
+            changes[key] = tuple(sorted({layer for first, last in changes[key] for layer in range(first, last + 1)}))
         if key in ("sink", "recent", "block") and changes[key] < (key == "block"):
             raise ValueError(f"{key}={text} is too small: sink and recent are at least 0, block at least 1")
     return dataclasses.replace(spec, **changes)
 
 
-def _read_layers(text: str) -> tuple[int, ...]:
-    layers: set[int] = set()
-    for item in text.split("/"):
-        first, _, last = item.partition("-")
-        layers.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(layers))
+def _read_ranges(text: str) -> list[tuple[int, int]]:
+    return [_read_range(item) for item in text.split("/")]
+
+
+def _read_range(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    return int(first), int(last if dash else first)
+
+
+def _check_ranges(where: str, ranges: list[tuple[int, int]]) -> None:
+    for first, last in ranges:
+        if last < first:
+            raise ValueError(f"{where}: no layer is in {first}-{last}; write {last}-{first}")
+        if last >= MOST_LAYERS:
+            raise ValueError(f"{where} names layer {last}; a spec names layers below {MOST_LAYERS}")
+
+
+def _check_value_method(method: Method | type[Method]) -> None:
+    if method.keys_only:
+        raise ValueError(f"v={method.name} has no meaning: {method.name} is a method for keys and keeps values exact; write v=dense")
 
 
 def _write_layers(layers: tuple[int, ...]) -> str:

@@ -114,18 +114,19 @@ def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: 
 def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, rows: Array, part: online.Part) -> online.Part:
     plan = view.plan
     query = plan.k.query(view.params[0], view.stats[0], rows)
-    keys, values = ((c.kernel_side(), c.kernel_arrays(p, b)) for c, p, b in zip(plan.codecs, view.params, view.body, strict=True))
-    assert isinstance(keys[0], Side), "`choose` found the kernel unsupported"
-    assert isinstance(values[0], Side), "`choose` found the kernel unsupported"
-    if isinstance(keys[0], Rotated):
+    key_side, value_side = (codec.kernel_side() for codec in plan.codecs)
+    assert isinstance(key_side, Side), "`choose` found the kernel unsupported"
+    assert isinstance(value_side, Side), "`choose` found the kernel unsupported"
+    keys, values = (codec.kernel_arrays(p, b) for codec, p, b in zip(plan.codecs, view.params, view.body, strict=True))
+    if isinstance(key_side, Rotated):
         if view.rope is None:
             raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
-        rope = [view.rope.inverse_frequencies, view.rope.attention_factor]
-        keys = dataclasses.replace(keys[0], sink=plan.regions.sink), [*keys[1], *rope]
+        key_side = dataclasses.replace(key_side, sink=plan.regions.sink)
+        keys = [*keys, view.rope.inverse_frequencies, view.rope.attention_factor]
     found = decode_attention(
         query,
-        keys,
-        values,
+        (key_side, keys),
+        (value_side, values),
         queries.limits[:, 0],
         capacity=plan.regions.body_capacity,
         how=how,

@@ -15,6 +15,7 @@ from kvq_jax.cache import CacheDims
 from kvq_jax.method import Method, PerLayer
 from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.methods.innerq import InnerQ
+from kvq_jax.quantized import divisors
 from tests.methods_table import MethodCase, cases
 
 DIMS = CacheDims(4, 4, 2, 64, 256)
@@ -32,11 +33,21 @@ def values(field: dataclasses.Field) -> st.SearchStrategy:
         return one | st.builds(PerLayer, ranges.map(tuple), one)
     if choices:
         return st.sampled_from(choices)
-    return st.booleans() if isinstance(field.default, bool) else st.sampled_from([0, 8, 16, 32]).map(type(field.default))
+    if isinstance(field.default, float):
+        return st.floats(min_value=0, allow_infinity=False)
+    return st.booleans() if isinstance(field.default, bool) else st.sampled_from([0, 8, 16, 32])
 
 
-def methods() -> st.SearchStrategy[Method]:
-    return st.one_of([st.builds(kind, **{f.name: values(f) for f in dataclasses.fields(kind)}) for kind in kvq.METHODS.values()])
+def method(kind: type[Method]) -> st.SearchStrategy[Method]:
+    """Options that stand for others are drawn without them."""
+    drawn = {f.name: values(f) for f in dataclasses.fields(kind)}
+    given = [{f: drawn[f] for f in drawn if f not in others} for others in kind.replaces.values()]
+    left_out = {f: drawn[f] for f in drawn if f not in kind.replaces}
+    return st.one_of([st.builds(kind, **options) for options in (left_out, *given)])
+
+
+def methods(keys: bool = True) -> st.SearchStrategy[Method]:
+    return st.one_of([method(kind) for kind in kvq.METHODS.values() if keys or not kind.keys_only])
 
 
 def specs() -> st.SearchStrategy[kvq.CacheSpec]:
@@ -44,7 +55,7 @@ def specs() -> st.SearchStrategy[kvq.CacheSpec]:
     layers = st.sets(st.integers(0, 40)).map(lambda s: tuple(sorted(s)))
     rest = (tokens, tokens, st.integers(1, 128), layers, st.booleans())
     alone = st.builds(lambda m, *rest: kvq.CacheSpec(m, m, *rest), methods(), *rest)
-    return alone | st.builds(kvq.CacheSpec, methods(), methods(), *rest)
+    return alone | st.builds(kvq.CacheSpec, methods(), methods(keys=False), *rest)
 
 
 @given(specs())
@@ -76,6 +87,11 @@ def test_the_text_of_a_spec_is_stable(case: MethodCase):
         ("int4:subtract_bias=True,pre_rope=true", "int4:pre_rope=true,subtract_bias=true"),
         ("k=kivi+v=innerq+cache:subtract_bias=true", "k=kivi+v=innerq+cache:subtract_bias=true"),
         ("kivi:subtract_bias=false", "kivi"),
+        ("squat:lam=1e+16", "squat:lam=1e+16"),
+        ("k=squat:lam=1e16+v=kivi+cache:sink=4", "k=squat:lam=1e+16+v=kivi+cache:sink=4"),
+        ("k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300", "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300"),
+        ("innerq:total_bits=0,bits=3", "innerq:bits=3"),
+        ("k=polarquant+v=dense", "k=polarquant+v=dense"),
     ],
 )
 def test_one_spelling_per_meaning(text: str, canonical: str):
@@ -153,6 +169,19 @@ def test_total_bits_count_the_sign():
         ("k=kivi:recent=4+v=kivi", ("recent", "+cache:recent=4")),
         ("k=kivi+v=kivi+cache:bits=2", ("'bits'", "sink, recent, block, skip_layers")),
         ("", ("''", "dense, kivi, innerq")),
+        ("kivi:skip_layers=3-1", ("skip_layers=3-1", "no layer is in 3-1", "write 1-3")),
+        ("kivi:skip_layers=0/3-1/5", ("no layer is in 3-1",)),
+        ("kivi:skip_layers=1-", ("skip_layers=1- cannot be read",)),
+        ("kivi:bits=4@2-0/2", ("kivi:bits=4@2-0/2", "no layer is in 2-0", "write 0-2")),
+        ("kivi:skip_layers=0-999999999999", ("names layer 999999999999", "below 4096")),
+        ("kivi:bits=4@0-999999999999/2", ("names layer 999999999999", "below 4096")),
+        ("innerq:total_bits=3,bits=2", ("total_bits=3 stands for bits=2",)),
+        ("innerq:k_bits=3,total_bits=3", ("total_bits=3 stands for k_bits=3",)),
+        ("innerq:v_bits=3@0/2,total_bits=3", ("total_bits=3 stands for v_bits=3@0/2",)),
+        ("k=kivi+v=polarquant:radius_bits=2", ("v=polarquant", "write v=dense")),
+        ("k=polarquant+v=polarquant", ("v=polarquant", "write v=dense")),
+        ("kvquant:outliers=inf", ("outliers=inf", "finite")),
+        ("squat:lam=nan", ("lam=nan", "finite")),
     ],
 )
 def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[str, ...]):
@@ -167,6 +196,8 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
         ("kivi:group_size=48,block=48", ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64")),
         ("innerq:group_size=16,block=24", ("group_size=16", "block of tokens (24)")),
         ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
+        ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
+        ("k=dense+v=innerq:v_bits=3@0/3@2-4/2", ("innerq:v_bits", "layer 4", "0 to 3")),
         ("dense:subtract_bias=true", ("subtract_bias=true", "dense", "keeps keys exact")),
         ("xquant:subtract_bias=true", ("subtract_bias=true", "xquant", "caches no keys")),
         ("k=dense+v=kivi+cache:subtract_bias=true", ("subtract_bias=true", "keeps keys exact")),
@@ -176,6 +207,33 @@ def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[s
     with pytest.raises(ValueError, match=ONE_LINE) as error:
         kvq.init_cache(spec, DIMS, 1, 64)
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_a_spec_built_by_hand_is_checked_before_it_is_used():
+    polar, dense = (kvq.METHODS[name]() for name in ("polarquant", "dense"))
+    for spec, message in (
+        (kvq.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),
+        (kvq.CacheSpec(dense, dense, 0, 0, 0), "block=0 is too small"),
+    ):
+        with pytest.raises(ValueError, match=ONE_LINE) as error:
+            kvq.init_cache(spec, DIMS, 1, 64)
+        assert message in str(error.value)
+    kvq.init_cache(kvq.CacheSpec(polar, polar, 0, 0, 128), DIMS, 1, 64)
+
+
+def test_no_method_makes_a_block_of_nothing():
+    for name, kind in kvq.METHODS.items():
+        if "group_size" in {f.name for f in dataclasses.fields(kind)}:
+            spec = kvq.parse(f"{name}:group_size=0")
+            assert spec.block >= 1, name
+            assert kvq.init_cache(spec, DIMS, 1, 300).layers, name
+    polar = kvq.parse("polarquant:group_size=0").layer(0, DIMS, 300, "float32").k
+    assert polar == kvq.parse("polarquant").layer(0, DIMS, 300, "float32").k
+
+
+def test_divisors_of_a_large_block_are_listed_at_once():
+    assert divisors(48, 32) == (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    assert divisors(1_000_000_007) == (1, 1_000_000_007)
 
 
 @pytest.mark.parametrize(("batch", "capacity"), [(0, 8), (1, 0)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
@@ -11,6 +11,9 @@ from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
 from kvq_jax.body import Leaf
 from kvq_jax.codec import Codec, Side, side_rows
 from kvq_jax.method import Method, Windows
+
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class DenseCodec(Codec):
     def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         return body
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         from kvq_jax.attention.kernel_sides import dense
 
         return dense(self.channels, self.dtype)

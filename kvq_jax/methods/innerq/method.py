@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvq_jax import quantized
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
-from kvq_jax.codec import Codec, Side
+from kvq_jax.codec import Codec, KernelJob, Side, dot_rows
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.quantized import GroupFormat, Quantized, Scheme, resolve_group
+from kvq_jax.rope import Rope
 
 BITS = (1, 2, 3, 4, 8)
 NORM_FLOOR = 1e-3
@@ -46,8 +48,8 @@ class InnerQCodec(GroupCodec):
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
         return quantized.quantize(scaled, self.format, self._scheme(prefill))
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
-        return self.format, self._scheme(prefill), stats if self.normalize else None
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
+        return KernelJob(self.format, self._scheme(prefill), stats if self.normalize else None)
 
     def _scheme(self, prefill: bool) -> Scheme:
         return self.format.scheme if prefill or self.hybrid_decode else "sym"
@@ -60,6 +62,11 @@ class InnerQCodec(GroupCodec):
         # q . (norm * k) = (q * norm) . k: the norm meets the query once, not every key
         return super().query(params, stats, q.astype(jnp.float32) * stats if self.normalize else q)
 
+    def scores(
+        self, params: Tree, stats: Tree, query: Tree, body: Quantized, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        return dot_rows(query, quantized.dequantize(body))  # the query holds the norm already
+
 
 @dataclasses.dataclass(frozen=True)
 class InnerQ(Method):
@@ -69,6 +76,7 @@ class InnerQ(Method):
     summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalised per channel"
     source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026)"
     prompt_statistics: ClassVar[bool] = True
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits", "k_bits", "v_bits")}
 
     bits: int | PerLayer = option(2, "magnitude bits, sign extra in symmetric groups (the paper's count)", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)

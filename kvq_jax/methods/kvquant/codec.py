@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from kvq_jax.methods.kvquant import fit
 from kvq_jax.nonuniform import LevelFormat, Nonuniform
 from kvq_jax.rope import Rope
 from kvq_jax.uniform import finite_range, saturation_limit
+
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
 
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
@@ -103,7 +106,7 @@ class KVQuantCodec(Codec):
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         from kvq_jax.attention.kernel_sides import nonuniform as side
 
         format = self.format

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -19,7 +19,11 @@ from kvq_jax.quantized import resolve_group
 from kvq_jax.rope import Rope
 from kvq_jax.uniform import saturation_limit
 
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
+
 BITS = (1, 2, 3, 4, 5, 6)
+GROUP = 128  # of the paper's m4n4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class PolarCodec(Codec):
         (x, y), (keys_x, keys_y) = jnp.split(query, 2, axis=-1), polar.key_halves(body, step)
         return dot_rows(x, keys_x) + dot_rows(y, keys_y)
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         from kvq_jax.attention.kernel_sides import polar as side
 
         f = self.format
@@ -82,6 +86,7 @@ class PolarQuant(Method):
     summary: ClassVar[str] = "keys as angle and radius of each RoPE pair; values exact, or another method's (k=polarquant+v=...)"
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
     prompt_statistics: ClassVar[bool] = True
+    keys_only: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, str]] = {
         "m4n4": "angle_bits=4,radius_bits=4,group_size=128",
         "m4n2": "angle_bits=4,radius_bits=2,group_size=64",
@@ -90,7 +95,7 @@ class PolarQuant(Method):
 
     angle_bits: int = option(4, "bits of an angle", choices=BITS)
     radius_bits: int = option(4, "bits of a radius", choices=BITS)
-    group_size: int = option(128, "tokens that share the steps of a pair's radii and angles")
+    group_size: int = option(GROUP, f"tokens that share the steps of a pair's radii and angles (0: {GROUP}, or the largest divisor below)")
     grid: Grid = option(
         "grouped",
         "global: the full circle, and one step of the radii for a sequence (the paper's first version)",
@@ -100,13 +105,13 @@ class PolarQuant(Method):
     scale_dtype: str = option("float16", "dtype of steps and least values", choices=("float16", "bfloat16", "float32"))
 
     def windows(self) -> Windows:
-        return Windows(sink=0, recent=0, block=self.group_size)
+        return Windows(sink=0, recent=0, block=self.group_size or GROUP)
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         if side == "v":
             return DenseCodec("v", dims.head_dim, dtype)
         if dims.head_dim % 2:
             raise ValueError(f"head_dim {dims.head_dim} has no pairs: PolarQuant needs an even one")
-        group = resolve_group(self.group_size, block, "the block of tokens") if self.grid == "grouped" else block
+        group = resolve_group(self.group_size, block, "the block of tokens", GROUP) if self.grid == "grouped" else block
         format = PolarFormat(self.angle_bits, self.radius_bits, dims.head_dim, block, group, self.grid, self.cut, self.scale_dtype)
         return PolarCodec(format)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float
 
 from kvq_jax import uniform
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.codec import KernelJob
 from kvq_jax.group_codec import GroupCodec
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.subspace import Solver
@@ -77,6 +77,6 @@ class SquatCodec(GroupCodec):
         codes, scale, zero = (jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True))
         return Quantized(pack(codes.reshape(rows.shape), format.layout), jnp.squeeze(scale, 3), jnp.squeeze(zero, 3), format)
 
-    def kernel_job(self, stats: Tree, *, prefill: bool) -> tuple[Any, Any, Any] | None:
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         """No kernel corrects keys; reading them needs nothing new."""
         return None

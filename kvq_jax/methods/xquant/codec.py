@@ -11,7 +11,7 @@ Parameters of a layer, by name:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -30,6 +30,9 @@ from kvq_jax.methods.xquant.projections import (
     weighted_values,
 )
 from kvq_jax.rope import Rope
+
+if TYPE_CHECKING:
+    from kvq_jax.attention.kernel_sides import Side as KernelSide
 
 Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 
@@ -89,7 +92,7 @@ class _XRows(Codec):
     def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         return self.stored.decode((), (), body)
 
-    def kernel_side(self) -> Any:
+    def kernel_side(self) -> KernelSide | str:
         return "keys are rebuilt from the layer's input by matrix products, which XLA does"
 
     def rebuilt(self, own: Projection, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
