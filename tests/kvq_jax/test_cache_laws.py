@@ -140,9 +140,15 @@ def test_statistics_come_from_the_prompt_alone(case: MethodCase):
     sink = plan.regions.sink
     largest = np.abs(tokens.k_rot[:, :, sink:40]).max(axis=2, keepdims=True)
     np.testing.assert_allclose(after.stats[0], np.sqrt(largest), rtol=1e-6)
-    _, later = run(plan, after, tokens, np.zeros(8, np.int32), np.zeros(8, np.int32))
-    later, _ = append(plan, parameters_of(plan), later, tokens.window(lengths, lengths + 30, STEP), (), prefill=False), None
-    np.testing.assert_array_equal(after.stats[0], later.stats[0])
+    louder, params = dataclasses.replace(tokens, k_rot=3 * tokens.k_rot), parameters_of(plan)
+    new = louder.window(lengths, lengths + 30, plan.regions.capacity)
+    _, prefilled, _ = prefill(plan, params, after, new, ())
+    _, decoded, _ = decode(plan, params, after, louder.window(lengths, lengths + STEP, STEP), ())
+    for name, later in (("a second prefill", prefilled), ("a decode step", decoded)):
+        np.testing.assert_array_equal(after.stats[0], later.stats[0], err_msg=name)
+        assert (np.asarray(later.ring[0]) != after.ring[0]).any(), f"{name} wrote nothing"
+    _, first, _ = prefill(plan, params, state, louder.window(0 * lengths, lengths, plan.regions.capacity), ())
+    assert (np.asarray(first.stats[0]) > after.stats[0]).any(), "louder keys would not show in the statistics"
 
 
 @cases("innerq2", "mixed", "squat2", "squat3_pre")

@@ -7,11 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 import kvq_jax as kvq
-from kvq_jax.attention import streaming
 from kvq_jax.layer import decode_layer
 from kvq_jax.plan import LayerState
 from tests.kvq_jax.cache_runs import LENGTHS, filled
@@ -88,8 +86,3 @@ def test_a_cache_survives_flattening_and_is_hashable_in_its_static_part(case: Me
     assert again.spec == cache.spec
     assert hash(jax.tree.structure(again)) == hash(tree)
     assert again.plans is cache.plans, "the plans of equal caches are made once"
-
-
-@pytest.mark.parametrize("name", ["BODY_CHUNK", "EXACT_CHUNK", "QUERY_CHUNK"])
-def test_chunk_sizes_that_tests_make_smaller_exist(name: str):
-    assert getattr(streaming, name) >= 256
