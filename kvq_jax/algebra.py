@@ -22,7 +22,7 @@ from kvq_jax.array_types import LengthsB, Tree
 from kvq_jax.body import load_row_blocks
 from kvq_jax.cache import Cache
 from kvq_jax.layer import take_tokens
-from kvq_jax.plan import LayerPlan, LayerState
+from kvq_jax.plan import LayerPlan, LayerState, by_side
 
 
 def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...] = ()) -> Cache:
@@ -105,7 +105,7 @@ def _trim_layer(
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
         body = load_row_blocks(codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks)
-        own = (params or ((), ()))[side]
+        own = by_side(params)[side]
         rows = codec.decode(own, state.stats[side], body)
         if plan.cross_layer:
             carried = cross_layer.after(plan.cross_layer, own, rows, below)

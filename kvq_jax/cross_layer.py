@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.array_types import LengthsB, RowsBKTH, Tree
 from kvq_jax.body import load_chunk
 from kvq_jax.codec import Codec, CrossLayerCodec
-from kvq_jax.plan import LayerPlan, LayerState
+from kvq_jax.plan import LayerPlan, LayerState, by_side
 
 CHUNK_ELEMENTS = 1 << 20  # of the accumulator, read and written in one step
 
@@ -33,7 +33,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
         return stored
     block = plan.regions.block
     chunk = min(max(CHUNK_ELEMENTS // (batch * leaf.shape[2] * block), 1) * block, size)
-    own, stats = (params or ((), ()))[0], state.stats[0]
+    own, stats = by_side(params)[0], state.stats[0]
 
     def step(i: Array, stored: Array) -> Array:
         at = jnp.minimum(i * chunk, size - chunk)

@@ -22,7 +22,7 @@ from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.body import Leaf, store_blocks
 from kvq_jax.codec import Codec
-from kvq_jax.plan import LayerPlan, LayerState
+from kvq_jax.plan import LayerPlan, LayerState, by_side
 
 ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 
@@ -35,7 +35,7 @@ def prefill_layer(
     Attention is exact inside the prompt and over the windows; what was in the body before is read quantized. Rows of the batch that were
     empty get their prompt statistics here. `implementation` quantizes; attention of many tokens is XLA's.
     """
-    params = params or ((), ())
+    params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
     how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
@@ -50,7 +50,7 @@ def decode_layer(
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
     was at its turn. `implementation`: see attention/dispatch.py."""
-    params = params or ((), ())
+    params = by_side(params)
     _, heads, tokens, _ = inputs.q_rot.shape
     how = dispatch.choose(implementation, plan, heads, tokens)
     after = append_layer(plan, params, state, inputs, carry, prefill=False, how=how)
@@ -64,15 +64,15 @@ def append_layer(
 ) -> LayerState:
     """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
     body, by a kernel where `how` launches one. `carry` is read where the plan builds on the layer below."""
-    regions = plan.regions
+    params, regions = by_side(params), plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
     sink, ring, body = [], [], []
     for side, codec in enumerate(plan.codecs):
-        rows = codec.rows((params or ((), ()))[side], inputs).astype(state.ring[side].dtype)
+        rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
         sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
         ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(plan, codec, (params or ((), ()))[side], state, side, rows, start, total, carry, prefill, how))
+        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, how))
     return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
 
 

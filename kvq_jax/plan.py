@@ -17,6 +17,11 @@ from kvq_jax.regions import Regions
 Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 
 
+def by_side(params: Tree) -> tuple[Tree, Tree]:
+    """(keys, values) of one layer's method parameters, for which `()` may stand where neither side has any."""
+    return params or ((), ())
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerState:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from kvq_jax import cross_layer
 from kvq_jax.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.cache import CacheDims
+from kvq_jax.plan import by_side
 from kvq_jax.spec import CacheSpec, parse
 
 
@@ -23,7 +24,7 @@ def roundtrip_layer(
     width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
     dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width)
     plan = spec.layer(layer, dims, tokens, "float32")
-    padding, own = -tokens % spec.block, params or ((), ())
+    padding, own = -tokens % spec.block, by_side(params)
     index = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
     below, found = cross_layer.tokens_of(plan, carry, index), []
     for codec, mine in zip(plan.codecs, own, strict=False):

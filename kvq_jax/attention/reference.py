@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvq_jax import cross_layer
 from kvq_jax.array_types import LengthsB, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.body import load_body
+from kvq_jax.plan import by_side
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: Lengt
     found = []
     for side, codec in enumerate(plan.codecs):
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
-        own = (params or ((), ()))[side]
+        own = by_side(params)[side]
         below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
         body = cross_layer.decoded(codec, own, codec.decode(own, state.stats[side], stored), below)
         rows = jnp.concatenate([part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])], axis=2)
@@ -49,7 +50,7 @@ def decode_vectors(
     """Keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
     rows = decode_rows(plan, params, state, lengths, carry)
     positions = jnp.broadcast_to(jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity))
-    params = params or ((), ())
+    params = by_side(params)
     return plan.k.vectors(params[0], rows[0], positions, rope), plan.v.vectors(params[1], rows[-1], positions, rope)
 
 
