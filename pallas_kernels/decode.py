@@ -168,9 +168,9 @@ def decode_attention(
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, channels, columns, capacity, how.asm)
     _check(capacity, tuning.tile, k, v)
-    more = k.more_scores(q.astype(jnp.float32), k_stored, limits, how)
+    more = k.more_scores(q.astype(jnp.float32) * (LOG2E * channels**-0.5), k_stored, limits, how)
     by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots
-    added = () if more is None else (_padded(more * (LOG2E * channels**-0.5), by_slots[0]).reshape(batch, heads, *by_slots),)
+    added = () if more is None else (_padded(more, by_slots[0]).reshape(batch, heads, *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
