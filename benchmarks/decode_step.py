@@ -21,6 +21,7 @@ from benchmarks.common import Candidate, Shape, argument_parser, parsed, random_
 from kvq_jax import cross_layer
 from kvq_jax.attention import reference
 from models import Llama, LlamaConfig, decode_step, prepare
+from models.preparation import parameters_for
 from models.rope import rope_for
 
 QUERY_HEADS = 16
@@ -54,7 +55,7 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
     """A dense cache of the rows that `cache` stands for."""
     rope = rope_for(llama.config, cache.capacity)
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
-    parameters = llama.cache_parameters or ((),) * len(cache.layers)
+    parameters = parameters_for(llama, cache.spec)
     layers, carry = [], ()
     for plan, own, state, empty in zip(cache.plans, parameters, cache.layers, dense.layers, strict=True):
         rows = reference.decode_vectors(plan, own, state, cache.lengths, rope, carry)

@@ -116,7 +116,7 @@ class Store:
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             known, found, losses = state["format"] == FORMAT, Identity(**state["identity"]), [float(loss) for loss in state["losses"]]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{str(file)!r} cannot be read as the state of a calibration; delete {str(self.directory)!r}") from error
         if not known:
             raise ValueError(f"{str(file)!r} was written by another version of kvq; delete {str(self.directory)!r}")

@@ -23,6 +23,7 @@ from kvq_jax.array_types import LayerInputs, RowsBKTH
 from kvq_jax.spec import CacheSpec
 from models.evaluation.forward import causal_attention
 from models.llama import Llama
+from models.preparation import parameters_for
 from models.report.schema import LayerErrors, LayerMagnitudes, Packed
 from models.rope import rope_for
 
@@ -61,7 +62,7 @@ def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
 
 def errors(llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]) -> tuple[LayerErrors, ...]:
     """Of every layer; `llama` carries what the cache needs."""
-    found = jax.device_get(_errors(inputs, llama.cache_parameters or ((),) * len(inputs), spec))
+    found = jax.device_get(_errors(inputs, parameters_for(llama, spec), spec))
     return tuple(LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values)) for k, v, keys, values in found)
 
 
