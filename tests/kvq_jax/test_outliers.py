@@ -62,7 +62,7 @@ def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int
     [
         ("kvquant:outliers=0.001", r"outliers=0.001 is less than one of 64 values; the smallest usable fraction is 0.01563"),
         ("kvquant:outliers=0.7", "must be 0, or a fraction below 0.5"),
-        ("kvquant:outliers=-0.1", "must be 0, or a fraction below 0.5"),
+        ("kvquant:outliers=-0.1", "outliers=-0.1 must be finite and not negative"),
         ("kvquant:outliers=some", "cannot be read; expected float"),
         ("kvquant:qnorm=true,datatype=nf", "qnorm=true needs datatype=nuq"),
         ("kvquant:bits=8", "choose from 2, 3, 4"),
