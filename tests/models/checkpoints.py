@@ -18,6 +18,7 @@ from models import conversion
 from models.config import LlamaConfig
 from models.llama import Llama, abstract_llama
 
+PROMPT = "the key of the cat is seven, and the key of the dog is"  # of which the tokenizer of `model` knows the words
 STORIES = pathlib.Path(__file__).parents[2] / "../shared/data/models/stories260K-hf"
 
 SIZES = {

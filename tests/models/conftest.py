@@ -1,14 +1,17 @@
-"""How tests run `kvq`: in this process, from its arguments to its exit code; and a finished calibration."""
+"""How tests run `kvq`: in this process, from its arguments to its exit code; a small model to run it on, and a finished calibration."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
-from models import save_calibration
+from models import save_calibration, save_llama
 from models.cli import main
+from models.training.tokenizer import save_tokenizer, train_tokenizer
 from tests.models import calibration_runs
+from tests.models.checkpoints import PROMPT, random_llama, tiny_config
 
 
 @pytest.fixture
@@ -31,6 +34,25 @@ def run_json(run):
         return json.loads(out)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
+    directory = tmp_path_factory.mktemp("model")
+    fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}
+    save_llama(random_llama(tiny_config(**fields)), directory)
+    save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bare(model, tmp_path_factory):
+    """The same model without its tokenizer."""
+    directory = tmp_path_factory.mktemp("bare")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, directory)
+    return directory
 
 
 @pytest.fixture(scope="module")

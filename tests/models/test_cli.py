@@ -17,31 +17,10 @@ from models import EMBEDDED, generate, load_llama, right_padded, save_llama
 from models.checkpoint import read_config
 from models.cli import console, doctor, inputs, main, memory
 from models.cli.continuation import UNFINISHED, Continuation
-from models.training.tokenizer import save_tokenizer, train_tokenizer
-from tests.models.checkpoints import STORIES, random_llama, tiny_config
+from tests.models.checkpoints import PROMPT, STORIES, random_llama, tiny_config
 
 CACHE = "kivi:bits=2,recent=8,block=8"
-PROMPT = "the key of the cat is seven, and the key of the dog is"
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
-    directory = tmp_path_factory.mktemp("model")
-    fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}
-    save_llama(random_llama(tiny_config(**fields)), directory)
-    save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def bare(model, tmp_path_factory):
-    """The same model without its tokenizer."""
-    directory = tmp_path_factory.mktemp("bare")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(model / name, directory)
-    return directory
 
 
 def generate_arguments(directory, *more):

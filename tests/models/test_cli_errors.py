@@ -13,29 +13,7 @@ import jax
 import pytest
 
 import kvq_jax as kvq
-from models import save_llama
 from models.cli import main
-from models.training.tokenizer import save_tokenizer, train_tokenizer
-from tests.models.checkpoints import random_llama, tiny_config
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
-    directory = tmp_path_factory.mktemp("model")
-    fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}
-    save_llama(random_llama(tiny_config(**fields)), directory)
-    save_tokenizer(train_tokenizer(["one two three"] * 3, 300), directory, 256)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def bare(model, tmp_path_factory):
-    """The same model without its tokenizer."""
-    directory = tmp_path_factory.mktemp("bare")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(model / name, directory)
-    return directory
 
 
 def stop_before_weights(*_, **__):
