@@ -237,7 +237,7 @@ CASES: tuple[Case, ...] = (
     _kivi(4, 64, **_limits(2.81, 0.95, 1.0)),
     _kivi(4, 256, **_limits(2.89, 0.94, 1.0, waits=True)),
     _kivi(8, 128, **_limits(3.12, 1.29, 1.0)),
-    _kivi(4, 128, queries=16, **_limits(3.81, 1.11, 0.95, waits=True)),
+    _kivi(4, 128, queries=16, **_limits(3.69, 1.01, 0.95, waits=True)),
     _kivi_before_rope("asm", **_slow(4.13, 0.98, 0.9, 104)),
     _nuq(2, 0, 128, pre_rope=False, **_slow(2.81, 1.72, 0.5)),
     _nuq(3, 0, 128, pre_rope=False, **_slow(3.28, 1.99, 0.65)),
