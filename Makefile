@@ -27,9 +27,9 @@ lint: $(VENV)/.kvq-test
 	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 bench: $(VENV)/.kvq-test
-	$(RUN) -m benchmarks.attention --json benchmarks/results/attention_cpu.json
-	$(RUN) -m benchmarks.decode_step --json benchmarks/results/decode_step_cpu.json
-	$(RUN) -m benchmarks.tables
+	$(RUN) -m benchmarks.cpu.attention --json benchmarks/results/attention_cpu.json
+	$(RUN) -m benchmarks.cpu.decode_step --json benchmarks/results/decode_step_cpu.json
+	$(RUN) -m benchmarks.results_page
 
 clean:
 	rm -rf $(VENV) build *.egg-info

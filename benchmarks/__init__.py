@@ -1,1 +1,1 @@
-"""Measurements of speed and size. Results are raw JSON; the tables in results/ are made from it by `python -m benchmarks.tables`."""
+"""Measurements of speed and size. Results are raw JSON; the tables in results/ are made from it by `python -m benchmarks.results_page`."""

@@ -6,7 +6,8 @@ spec = kvq.parse("innerq:bits=2")
 cache = kvq.init_cache(spec, config, batch=1, capacity=4096)
 """
 
-from kvq_jax.accounting import (
+from kvq_jax.array_types import LayerInputs
+from kvq_jax.cache.accounting import (
     bits_per_element,
     body_bits_per_element,
     components,
@@ -15,14 +16,13 @@ from kvq_jax.accounting import (
     nbytes,
     outlier_fraction,
 )
-from kvq_jax.algebra import merge_rows, repeat_rows, select_rows, trim
-from kvq_jax.array_types import LayerInputs
-from kvq_jax.cache import Cache, init_cache, layout
-from kvq_jax.registry import METHODS
+from kvq_jax.cache.cache import Cache, init_cache, layout
+from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
+from kvq_jax.cache.row_operations import merge_rows, repeat_rows, select_rows, trim
+from kvq_jax.cache.serialization import fingerprint, load_cache, save_cache
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.methods.registry import METHODS
 from kvq_jax.rope import Rope
-from kvq_jax.roundtrip import roundtrip, roundtrip_layer
-from kvq_jax.serialization import fingerprint, load_cache, save_cache
-from kvq_jax.spec import CacheSpec, parse
 
 __all__ = [
     "METHODS",

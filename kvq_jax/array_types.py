@@ -40,7 +40,7 @@ ValidBT: TypeAlias = Bool[Array, "B T"]
 
 
 class ModelDims(Protocol):
-    """What a cache needs to know of a model; `models.LlamaConfig` and a Hugging Face Llama config both have it."""
+    """What a cache needs to know of a model; `kvq_models.LlamaConfig` and a Hugging Face Llama config both have it."""
 
     @property
     def num_hidden_layers(self) -> int: ...

@@ -13,6 +13,8 @@ import pytest
 
 from tests.compile_options import QUICK_FLAGS
 
+pytest_plugins = ["tests.fixtures"]
+
 # XLA reads this at the first compilation. A GPU's tests are of what its compiler makes.
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}".strip()

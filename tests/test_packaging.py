@@ -1,27 +1,43 @@
-"""What an installed kvq contains: every package that users import, and the files that its code opens."""
+"""What an installed kvq contains: packages of our own names only, and the files that their code opens."""
 
 from __future__ import annotations
 
 import pathlib
-import tomllib
+import subprocess
+import sys
+import zipfile
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+OURS = {"kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
-def test_every_package_is_listed_but_those_that_run_in_a_checkout():
-    sources = ("pallas_kernels", "kvq_jax", "models")
-    found = {".".join(file.parent.relative_to(ROOT).parts) for name in sources for file in (ROOT / name).rglob("__init__.py")}
-    assert set(SETUPTOOLS["packages"]) == found
-    paragraph = next(part for part in (ROOT / "README.md").read_text().split("\n\n") if "pip install ." in part)
-    assert all(f"`{name}`" in paragraph for name in sources), "README.md names the packages, so that users know which names are taken"
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every file of the wheel, built as `pip install .` builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = folder.glob("kvq_jax-*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_embedded_model_and_the_demo_text_travel_with_the_package():
-    def shipped(package):
-        folder = ROOT.joinpath(*package.split("."))
-        return {file.relative_to(folder).as_posix() for pattern in SETUPTOOLS["package-data"][package] for file in folder.glob(pattern)}
+def test_no_package_is_installed_whose_name_could_shadow_a_users_folder(installed: set[str]):
+    tops = {name.split("/")[0] for name in installed if ".dist-info/" not in name}
+    assert tops == OURS
 
-    assert {"embedded/config.json", "embedded/model.safetensors", "embedded/tokenizer.json", "embedded/README.md"} <= shipped("models")
-    assert "passage.txt" in shipped("models.cli")
-    assert (ROOT / "models/embedded/model.safetensors").stat().st_size < 16e6
+
+def test_every_package_of_the_sources_is_installed(installed: set[str]):
+    folders = {"kvq_models": ROOT / "models" / "kvq_models"}
+    sources = [(name, folders.get(name, ROOT / name)) for name in sorted(OURS)]
+    expected = {f"{name}/{file.relative_to(folder).as_posix()}" for name, folder in sources for file in folder.rglob("*.py")}
+    assert expected <= installed, f"missing: {sorted(expected - installed)}"
+
+
+def test_the_files_that_code_opens_travel_with_the_packages(installed: set[str]):
+    embedded = {f"kvq_models/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md")}
+    typed = {f"{name}/py.typed" for name in OURS}
+    others = {"kvq_tools/cli/passage.txt", "kvq_tools/report/page.html.jinja", "kvq_jax/methods/kivi/README.md"}
+    assert embedded | typed | others <= installed
+    assert (ROOT / "models/kvq_models/embedded/model.safetensors").stat().st_size < 16e6

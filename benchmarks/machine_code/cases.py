@@ -13,16 +13,17 @@ import jax.numpy as jnp
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.target import Target
-from kvq_jax import quantized
-from kvq_jax.attention.kernel_sides import dense, grouped, nonuniform, rotated
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.groups import ChannelGroup
-from kvq_jax.packing import plane_layout
-from kvq_jax.quantized import Axis, GroupFormat, Scheme
-from pallas_kernels import matvec
-from pallas_kernels._launch import Arithmetic, Launch
-from pallas_kernels.decode import TUNING, decode_attention, tuning_for
-from pallas_kernels.sides import Side
+from kvq_jax.arrays import grouped_array
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.grouped_array import Axis, GroupFormat, Scheme
+from kvq_jax.arrays.packing import plane_layout
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
+from pallas_kernels.decode_attention import matvec
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.tuning import TUNING, tuning_for
+from pallas_kernels.launch import Arithmetic, Launch
+from pallas_kernels.readers.base import Side
 
 MOST_REGISTERS = 255  # of a thread, and eight warps on a multiprocessor, for which splits are chosen
 
@@ -87,7 +88,7 @@ def _side(format: GroupFormat | None, channels: int) -> Stored:
         side, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
         side = grouped(GroupCodec("k", format))
-        stored = [leaf.struct for leaf in jax.tree.leaves(quantized.leaves(format, BATCH, KV_HEADS, TOKENS))]
+        stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(side, Side), side
     stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
     return side, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)

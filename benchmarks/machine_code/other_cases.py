@@ -20,17 +20,19 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.sass import Function, Loop, loops
 from benchmarks.machine_code.target import Target
-from kvq_jax import polar, quantized
-from kvq_jax.attention.kernel_sides import dense, grouped
-from kvq_jax.attention.kernel_sides import polar as polar_side
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.polar import PolarFormat
-from kvq_jax.quantized import GroupFormat, Scheme
-from pallas_kernels._launch import Arithmetic, Launch
-from pallas_kernels.decode import decode_attention, tuning_for
-from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.sides import Grouped, Side
-from pallas_kernels.tile import SPAN
+from kvq_jax.arrays import grouped_array, polar_array
+from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
+from kvq_jax.arrays.polar_array import PolarFormat
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.kernel_readers import dense, grouped
+from kvq_jax.codecs.kernel_readers import polar as polar_side
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.tuning import tuning_for
+from pallas_kernels.launch import Arithmetic, Launch
+from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.tiles.tile import SPAN
 
 
 def _polar(
@@ -44,10 +46,10 @@ def _polar(
     else:
         v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
         values = grouped(GroupCodec("v", v_format))
-        v_stored = [leaf.struct for leaf in jax.tree.leaves(quantized.leaves(v_format, BATCH, KV_HEADS, TOKENS))]
+        v_stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(v_format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(keys, Side), keys
     assert isinstance(values, Side), values
-    k_stored = [leaf.struct for leaf in jax.tree.leaves(polar.leaves(format, BATCH, KV_HEADS, TOKENS))]
+    k_stored = [leaf.struct for leaf in jax.tree.leaves(polar_array.leaves(format, BATCH, KV_HEADS, TOKENS))]
     elements = BATCH * KV_HEADS * TOKENS * 2 * channels
     bits = 8 * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored)) / elements
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from benchmarks.quality.bench import run
 from benchmarks.quality.suites import SUITES
-from models import EMBEDDED
+from kvq_models import EMBEDDED
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -18,12 +18,12 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Entry, Suite
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
-from kvq_jax.methods.kvquant.accounting import paper_bits
-from models import EMBEDDED, Llama, load_llama, prepare
-from models.calibration.fit import calibrate
-from models.calibration.needs import needs
-from models.evaluation import measure
-from models.stress import stressed
+from kvq_jax.cache.paper_bits import paper_bits
+from kvq_models import EMBEDDED, Llama, load_llama, prepare
+from kvq_models.calibration.fit import calibrate
+from kvq_models.calibration.needs import needs
+from kvq_tools.evaluation import measure
+from kvq_tools.evaluation.stress import stressed
 
 
 class Bench:

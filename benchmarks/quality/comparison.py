@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from models.stress import Outliers, Stress
+from kvq_tools.evaluation.stress import Outliers, Stress
 
 PLAIN = "as it is"
 OUTLIERS = Outliers(channels=4, factor=16)

@@ -17,18 +17,19 @@ import jax
 from jaxtyping import Array
 
 from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
-from kvq_jax.attention import online, streaming
-from kvq_jax.codec import Codec
-from kvq_jax.quantized import Quantized
-from pallas_kernels._launch import LAUNCH, Launch
-from pallas_kernels.decode import decode_attention
-from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.rotary import Rotated
-from pallas_kernels.sides import Grouped, Side
-from pallas_kernels.tile import SPAN
+from kvq_jax.arrays.grouped_array import Quantized
+from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.codecs.base import Codec
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.readers.rotary import Rotated
+from pallas_kernels.tiles.tile import SPAN
 
 if TYPE_CHECKING:
-    from kvq_jax.plan import LayerPlan, LayerState, Sides
+    from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
 OLDEST = 8.0  # compute capability of NVIDIA's GPUs whose tensor cores and asynchronous loads the kernels use
@@ -99,7 +100,7 @@ def attend(
 
 def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, how: Launch | None) -> Tree:
     """`codec.encode`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one. The codes are the same, but
-    where an element lies midway between two levels, or nearly: there XLA may choose the other one (pallas_kernels/quantize.py)."""
+    where an element lies midway between two levels, or nearly: there XLA may choose the other one (pallas_kernels/quantize/kernel.py)."""
     job = None if how is None else codec.kernel_job(stats, prefill=prefill)
     if how is None or job is None:
         return codec.encode(params, stats, rows, prefill=prefill)
@@ -111,7 +112,9 @@ def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: 
     return Quantized(packed.words, packed.scale, packed.zero, format)
 
 
-def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, rows: Array, part: online.Part) -> online.Part:
+def _read_packed(
+    how: Launch, view: streaming.View, queries: streaming.Queries, rows: Array, part: online_softmax.Part
+) -> online_softmax.Part:
     plan = view.plan
     query = plan.k.query(view.params[0], view.stats[0], rows)
     key_side, value_side = (codec.kernel_side() for codec in plan.codecs)
@@ -131,4 +134,4 @@ def _read_packed(how: Launch, view: streaming.View, queries: streaming.Queries, 
         capacity=plan.regions.body_capacity,
         how=how,
     )
-    return online.merge(part, online.Part(*found))
+    return online_softmax.merge(part, online_softmax.Part(*found))

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvq_jax import cross_layer
 from kvq_jax.array_types import LengthsB, QueryBNTH, RowsBKTH, Tree
-from kvq_jax.body import load_body
-from kvq_jax.plan import by_side
+from kvq_jax.arrays.stored import load_body
+from kvq_jax.layer import cross_layer
+from kvq_jax.layer.plan import by_side
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
-    from kvq_jax.plan import LayerPlan, LayerState
+    from kvq_jax.layer.plan import LayerPlan, LayerState
 
 
 def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[RowsBKTH, ...]:

@@ -16,13 +16,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
-from kvq_jax.attention import online
-from kvq_jax.body import load_chunk
-from kvq_jax.codec import dot_rows, weigh_rows
+from kvq_jax.arrays.stored import load_chunk
+from kvq_jax.attention import online_softmax
+from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
-    from kvq_jax.plan import LayerPlan, LayerState, Sides
+    from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most
 BODY_CHUNK_ELEMENTS = 11 << 16  # their rows of K or of V, or their scores, the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
@@ -100,7 +100,7 @@ class View(NamedTuple):
 
 
 # (view, queries, their rows [B, K, R, H], the part of the exact rows) -> the part with the body added
-BodyReader: TypeAlias = Callable[[View, Queries, Array, online.Part], online.Part]
+BodyReader: TypeAlias = Callable[[View, Queries, Array, online_softmax.Part], online_softmax.Part]
 
 
 def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, inputs: LayerInputs) -> View:
@@ -127,23 +127,23 @@ def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
-    part = online.empty(batch, view.plan.heads, group * tokens, head_dim)
+    part = online_softmax.empty(batch, view.plan.heads, group * tokens, head_dim)
     part = _add_exact(view, queries, rows, part, newest)
     part = read_body(view, queries, rows, part)
-    return online.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
+    return online_softmax.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
 
 
-def _add_exact(view: View, queries: Queries, rows: Array, part: online.Part, newest: int | Array) -> online.Part:
+def _add_exact(view: View, queries: Queries, rows: Array, part: online_softmax.Part, newest: int | Array) -> online_softmax.Part:
     regions, size = view.plan.regions, view.keys.shape[2]
     chunk = min(size, EXACT_CHUNK)
     aged = regions.sink + queries.limits[..., None]
 
-    def step(i: int | Array, part: online.Part) -> online.Part:
+    def step(i: int | Array, part: online_softmax.Part) -> online_softmax.Part:
         at, fresh = _window(i, chunk, size)
         k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
         held, real = (lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real))
         seen = (held <= queries.positions[..., None]) & ((held < regions.sink) | (held >= aged)) & real & fresh[None, None]
-        return online.extend(part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v))
+        return online_softmax.extend(part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v))
 
     if chunk == size:
         return step(0, part)
@@ -151,7 +151,7 @@ def _add_exact(view: View, queries: Queries, rows: Array, part: online.Part, new
     return lax.fori_loop(0, -(-(old + newest) // chunk), step, part)
 
 
-def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: online.Part) -> online.Part:
+def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: online_softmax.Part) -> online_softmax.Part:
     """`part` with the body added: one chunk after the other is decoded and used."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
@@ -161,7 +161,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
     chunk = chunk_tokens(regions.block, size, rows, plan.row_width)
     query = plan.k.query(k_params, view.stats[k_home], rows)
 
-    def step(i: Array, part: online.Part) -> online.Part:
+    def step(i: Array, part: online_softmax.Part) -> online_softmax.Part:
         at, fresh = _window(i, chunk, size)
         index = at + jnp.arange(chunk)
         held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
@@ -176,7 +176,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
 
         scores = _scaled(plan.k.scores(k_params, view.stats[k_home], query, read(k_home, at), held, view.rope), rows)
         seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
-        return online.extend(part, scores, _per_row(seen, rows), weigh)
+        return online_softmax.extend(part, scores, _per_row(seen, rows), weigh)
 
     return lax.fori_loop(0, -(-jnp.max(queries.limits) // chunk), step, part)
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import kvq_jax as kvq
+from benchmarks.gpu.decode_step import llama_config
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
-from benchmarks.step import llama_config
-from models import decode_step, prepare
-from models.llama import abstract_llama
-from pallas_kernels._launch import Launch
+from kvq_models import decode_step, prepare
+from kvq_models.llama.model import abstract_llama
+from pallas_kernels.launch import Launch
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 

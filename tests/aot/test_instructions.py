@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import instructions
-from benchmarks.instructions import WATCHED
+from benchmarks.machine_code import __main__
+from benchmarks.machine_code.__main__ import WATCHED
 from benchmarks.machine_code.cases import Case
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import HEADER, Instructions, measure
@@ -84,7 +84,7 @@ def test_donated_arguments_share_their_memory():
 
 def test_the_command_writes_what_it_prints(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "instructions.json"
-    instructions.main(["--case", f"^{re.escape(WATCHED[0].name)}$", "--target", "h200", "--json", str(file)])
+    __main__.main(["--case", f"^{re.escape(WATCHED[0].name)}$", "--target", "h200", "--json", str(file)])
     printed = capsys.readouterr()
     assert "[1/1]" in printed.err
     (row,) = Instructions.read(file).rows
@@ -95,6 +95,6 @@ def test_the_command_writes_what_it_prints(tmp_path: pathlib.Path, capsys: pytes
 
 def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
-        instructions.main(["--case", "no such kernel"])
+        __main__.main(["--case", "no such kernel"])
     assert stop.value.code == 2
     assert WATCHED[0].name in capsys.readouterr().err

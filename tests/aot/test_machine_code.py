@@ -7,12 +7,12 @@ import pathlib
 
 import pytest
 
-from benchmarks.instructions import WATCHED
 from benchmarks.machine_code import sass, tools
+from benchmarks.machine_code.__main__ import WATCHED
 from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
 from benchmarks.machine_code.sass import Instruction
 from benchmarks.machine_code.target import A100, H200, TARGETS
-from benchmarks.tables import RESULTS
+from benchmarks.results_page import RESULTS
 
 # What `nvdisasm -c` prints, shortened: an outer loop over splits (1) with a main loop (2) and its masked copy (3), then a loop without
 # matrix instructions (5) and the endless loop after the end (6). The main loop skips an instruction (4) and has an exit for diverged warps
@@ -184,7 +184,7 @@ def test_a_report_computes_per_element_and_against_the_memory_limit():
 
 
 def test_reports_are_read_as_they_were_written(tmp_path: pathlib.Path):
-    written = Instructions("python -m benchmarks.instructions", "2026-01-01 00:00 UTC", "0.10.2", "13.5.37", (REPORT,))
+    written = Instructions("python -m benchmarks.machine_code.__main__", "2026-01-01 00:00 UTC", "0.10.2", "13.5.37", (REPORT,))
     written.write(tmp_path / "made" / "instructions.json")
     assert Instructions.read(tmp_path / "made" / "instructions.json") == written
 

@@ -12,13 +12,13 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble
 from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
-from kvq_jax.attention.kernel_sides import grouped
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.quantized import GroupFormat
-from pallas_kernels._launch import LAUNCH, Launch
-from pallas_kernels.outliers import TOKENS, outlier_scores, turn
-from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.sides import Grouped
+from kvq_jax.arrays.grouped_array import GroupFormat
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.kernel_readers import grouped
+from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.readers.sparse_outliers import TOKENS, outlier_scores, turn
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 

@@ -6,8 +6,9 @@ import pathlib
 
 import pytest
 
-from benchmarks import attention, decode_step, tables
-from benchmarks.common import Report
+from benchmarks import results_page
+from benchmarks.cpu import attention, decode_step
+from benchmarks.cpu.timing import Report
 
 CACHES = ("kivi:bits=4", "innerq")
 
@@ -49,7 +50,7 @@ def test_reports_are_read_as_they_were_written(results: pathlib.Path, tmp_path: 
 
 
 def test_tables_hold_the_measured_numbers(results: pathlib.Path):
-    tables.main(["--folder", str(results)])
+    results_page.main(["--folder", str(results)])
     made = (results / "README.md").read_text(encoding="utf-8")
     for name in ("attention", "decode_step"):
         for row in Report.read(results / f"{name}.json").rows:
@@ -58,13 +59,13 @@ def test_tables_hold_the_measured_numbers(results: pathlib.Path):
 
 def test_a_folder_without_results_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
-        tables.main(["--folder", str(tmp_path)])
+        results_page.main(["--folder", str(tmp_path)])
     assert stop.value.code == 2
     assert "no results in" in capsys.readouterr().err
 
 
 def test_committed_tables_are_those_of_the_committed_results():
-    if not list(tables.RESULTS.glob("*.json")):
+    if not list(results_page.RESULTS.glob("*.json")):
         pytest.skip("no results are committed")
-    committed = (tables.RESULTS / "README.md").read_text(encoding="utf-8")
-    assert committed == tables.render(tables.RESULTS), "run `python -m benchmarks.tables`"
+    committed = (results_page.RESULTS / "README.md").read_text(encoding="utf-8")
+    assert committed == results_page.render(results_page.RESULTS), "run `python -m benchmarks.results_page`"

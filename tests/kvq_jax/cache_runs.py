@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax import cross_layer
-from kvq_jax.cache import CacheDims
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.layer import cross_layer
 from tests.kvq_jax.layer_runs import CAPACITY, STEP, attend_reference, decode, decode_rows, parameters_of, prefill, sequences
 
 DIMS = CacheDims(2, 4, 2, 32, 128)

@@ -19,11 +19,11 @@ import numpy as np
 import kvq_jax as kvq
 from kvq_jax.array_types import LayerWeights
 from kvq_jax.attention import reference, streaming
-from kvq_jax.bias import BiasSubtracting
-from kvq_jax.cache import CacheDims
-from kvq_jax.codec import Codec
-from kvq_jax.layer import append_layer, decode_layer, prefill_layer
-from kvq_jax.plan import LayerPlan, LayerState
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.bias_subtracting import BiasSubtracting
+from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.rope import rotate
 from tests.compile_options import QUICK_COMPILE
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels._launch import Launch
+from pallas_kernels.launch import Launch
 
 U = np.uint32
 LANE = 21  # of which no result may depend

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax import quantized
-from kvq_jax.attention.kernel_sides import dense, grouped
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.packing import pack, unpack
-from kvq_jax.quantized import GroupFormat
-from pallas_kernels.sides import Side
+from kvq_jax.arrays import grouped_array
+from kvq_jax.arrays.grouped_array import GroupFormat
+from kvq_jax.arrays.packing import pack, unpack
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.kernel_readers import dense, grouped
+from pallas_kernels.readers.base import Side
 
 KINDS = {  # scheme, axis: how a side is grouped
     "inner_k": "channels",
@@ -93,7 +93,7 @@ def stored_structs(format: GroupFormat | None, batch: int, heads: int, tokens: i
     """The arrays of a side as a cache stores them."""
     if format is None:
         return [jax.ShapeDtypeStruct((batch, heads, tokens, head_dim), jnp.uint16)]
-    return [leaf.struct for leaf in jax.tree.leaves(quantized.leaves(format, batch, heads, tokens))]
+    return [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(format, batch, heads, tokens))]
 
 
 def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.Array], np.ndarray]:
@@ -101,19 +101,19 @@ def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.
     if format is None:
         half = jnp.asarray(rows, jnp.bfloat16)
         return [jax.lax.bitcast_convert_type(half, jnp.uint16)], np.asarray(half, np.float32)
-    body = quantized.quantize(jnp.asarray(rows, jnp.float32), format)
-    leaves = quantized.leaves(format, 1, 1, format.block)
+    body = grouped_array.quantize(jnp.asarray(rows, jnp.float32), format)
+    leaves = grouped_array.leaves(format, 1, 1, format.block)
     arrays = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body)
-    return jax.tree.leaves(arrays), np.asarray(quantized.dequantize(body))
+    return jax.tree.leaves(arrays), np.asarray(grouped_array.dequantize(body))
 
 
 def rows_with_neighbours_scales(format: GroupFormat | None, rows: np.ndarray) -> np.ndarray | None:
     """The rows that the stored arrays would stand for if every group had the scale of another one beside it; None without scales."""
     if format is None:
         return None
-    body = quantized.quantize(jnp.asarray(rows, jnp.float32), format)
+    body = grouped_array.quantize(jnp.asarray(rows, jnp.float32), format)
     axis = 2 if body.scale.shape[2] > 1 else 3
-    return np.asarray(quantized.dequantize(dataclasses.replace(body, scale=jnp.roll(body.scale, 1, axis))))
+    return np.asarray(grouped_array.dequantize(dataclasses.replace(body, scale=jnp.roll(body.scale, 1, axis))))
 
 
 def spoiled(format: GroupFormat | None, arrays: list[jax.Array], limits: tuple[int, ...], garbage: float) -> list[jax.Array]:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.attention.kernel_sides import nonuniform
-from kvq_jax.groups import ChannelGroup
-from kvq_jax.packing import PlaneLayout, pack, plane_layout
-from pallas_kernels.rotary import Rotated
-from pallas_kernels.sides import Side
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.packing import PlaneLayout, pack, plane_layout
+from kvq_jax.codecs.kernel_readers import nonuniform
+from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.rotary import Rotated
 
 UNUSED = 65535
 FACTOR = 1.25  # attention factor of the keys' RoPE

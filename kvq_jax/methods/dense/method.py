@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 import jax.numpy as jnp
 
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
-from kvq_jax.body import Leaf
-from kvq_jax.codec import Codec, Side, side_rows
-from kvq_jax.method import Method, Windows
+from kvq_jax.arrays.stored import Leaf
+from kvq_jax.codecs.base import Codec, Side, side_rows
+from kvq_jax.methods.base import Method, Windows
 
 if TYPE_CHECKING:
-    from kvq_jax.attention.kernel_sides import Side as KernelSide
+    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DenseCodec(Codec):
         return body
 
     def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.attention.kernel_sides import dense
+        from kvq_jax.codecs.kernel_readers import dense
 
         return dense(self.channels, self.dtype)
 

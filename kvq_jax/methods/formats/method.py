@@ -7,14 +7,14 @@ import dataclasses
 from typing import ClassVar
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.codec import Codec, Side
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.groups import channel_group
-from kvq_jax.level_codec import LevelCodec
-from kvq_jax.levels import normal_float_levels
-from kvq_jax.method import Method, Windows, option
-from kvq_jax.nonuniform import LevelFormat
-from kvq_jax.quantized import GroupFormat
+from kvq_jax.arrays.channel_groups import channel_group
+from kvq_jax.arrays.codebook_array import LevelFormat
+from kvq_jax.arrays.codebooks import normal_float_levels
+from kvq_jax.arrays.grouped_array import GroupFormat
+from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.codebook import LevelCodec
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.base import Method, Windows, option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,13 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax import quantized
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
-from kvq_jax.codec import Codec, KernelJob, Side, dot_rows
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
-from kvq_jax.quantized import GroupFormat, Quantized, Scheme, resolve_group
+from kvq_jax.arrays import grouped_array
+from kvq_jax.arrays.grouped_array import GroupFormat, Quantized, Scheme, resolve_group
+from kvq_jax.codecs.base import Codec, KernelJob, Side
+from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.rope import Rope
 
 BITS = (1, 2, 3, 4, 8)
@@ -46,7 +47,7 @@ class InnerQCodec(GroupCodec):
 
     def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
-        return quantized.quantize(scaled, self.format, self._scheme(prefill))
+        return grouped_array.quantize(scaled, self.format, self._scheme(prefill))
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         return KernelJob(self.format, self._scheme(prefill), stats if self.normalize else None)
@@ -55,7 +56,7 @@ class InnerQCodec(GroupCodec):
         return self.format.scheme if prefill or self.hybrid_decode else "sym"
 
     def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
-        rows = quantized.dequantize(body)
+        rows = grouped_array.dequantize(body)
         return rows * stats if self.normalize else rows
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
@@ -65,7 +66,7 @@ class InnerQCodec(GroupCodec):
     def scores(
         self, params: Tree, stats: Tree, query: Tree, body: Quantized, positions: Int[Array, "B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
-        return dot_rows(query, quantized.dequantize(body))  # the query holds the norm already
+        return dot_rows(query, grouped_array.dequantize(body))  # the query holds the norm already
 
 
 @dataclasses.dataclass(frozen=True)

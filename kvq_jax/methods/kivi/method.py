@@ -6,10 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.codec import Codec, Side
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
-from kvq_jax.quantized import GroupFormat, resolve_group
+from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
+from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 
 BITS = (2, 3, 4, 8)
 

@@ -11,18 +11,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvq_jax import nonuniform
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
-from kvq_jax.codec import Codec, Side, rotate_keys, side_rows
-from kvq_jax.groups import ChannelGroup
-from kvq_jax.levels import normal_float_levels, uniform_levels
+from kvq_jax.arrays import codebook_array
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.codebook_array import LevelFormat, Nonuniform
+from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
+from kvq_jax.arrays.uniform import finite_range, saturation_limit
+from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
 from kvq_jax.methods.kvquant import fit
-from kvq_jax.nonuniform import LevelFormat, Nonuniform
 from kvq_jax.rope import Rope
-from kvq_jax.uniform import finite_range, saturation_limit
 
 if TYPE_CHECKING:
-    from kvq_jax.attention.kernel_sides import Side as KernelSide
+    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
@@ -90,24 +90,24 @@ class KVQuantCodec(Codec):
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> Nonuniform:
-        return nonuniform.leaves(self.format, batch, heads, tokens)
+        return codebook_array.leaves(self.format, batch, heads, tokens)
 
     def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Nonuniform:
         rows = rows.astype(jnp.float32)
         clean, scale, zero, exact = self._by_channel(params, rows) if self.per_channel else self._by_token(params, rows)
-        return nonuniform.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
+        return codebook_array.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
 
     def decode(self, params: Tree, stats: Tree, body: Nonuniform) -> RowsBKTH:
         if not self.per_channel:
-            return nonuniform.dequantize(body, self._values(params))
+            return codebook_array.dequantize(body, self._values(params))
         scale, zero = (self._channels(params, name) for name in ("scale", "zero"))
-        return nonuniform.dequantize(body, self._values(params), scale, zero)
+        return codebook_array.dequantize(body, self._values(params), scale, zero)
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.attention.kernel_sides import nonuniform as side
+        from kvq_jax.codecs.kernel_readers import nonuniform as side
 
         format = self.format
         return side(format.layout, format.group, scale_dtype=format.scale_dtype, slots=format.slots, pre_rope=self.pre_rope)
@@ -140,7 +140,7 @@ class KVQuantCodec(Codec):
             low = jnp.min(group.cut(kept_low), ChannelGroup.AXES, keepdims=True)
             high = jnp.max(group.cut(kept_high), ChannelGroup.AXES, keepdims=True)
             low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
-        scale, zero = nonuniform.half_range(group.stored(low), group.stored(high), dtype)
+        scale, zero = codebook_array.half_range(group.stored(low), group.stored(high), dtype)
         return clean, scale, zero, exact
 
     def _levels(self, params: Tree) -> Float[Array, " entries"]:

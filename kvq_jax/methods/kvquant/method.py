@@ -6,12 +6,12 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.codec import Codec, Side
-from kvq_jax.groups import channel_group
-from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.arrays.channel_groups import channel_group
+from kvq_jax.arrays.codebook_array import LevelFormat
+from kvq_jax.arrays.sparse_outliers import slots_per_side
+from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.kvquant.codec import Datatype, KVQuantCodec, Weighting
-from kvq_jax.nonuniform import LevelFormat
-from kvq_jax.outliers import slots_per_side
 
 BITS = (2, 3, 4)
 

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax import polar
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
-from kvq_jax.codec import Codec, Side, dot_rows, side_rows
-from kvq_jax.method import Method, Windows, option
+from kvq_jax.arrays import polar_array
+from kvq_jax.arrays.grouped_array import resolve_group
+from kvq_jax.arrays.polar_array import Cut, Grid, Polar, PolarFormat
+from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.codecs.base import Codec, Side, side_rows
+from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
-from kvq_jax.polar import Cut, Grid, Polar, PolarFormat
-from kvq_jax.quantized import resolve_group
 from kvq_jax.rope import Rope
-from kvq_jax.uniform import saturation_limit
 
 if TYPE_CHECKING:
-    from kvq_jax.attention.kernel_sides import Side as KernelSide
+    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 BITS = (1, 2, 3, 4, 5, 6)
 GROUP = 128  # of the paper's m4n4
@@ -36,14 +37,14 @@ class PolarCodec(Codec):
         return side_rows(inputs, "k")
 
     def body(self, batch: int, heads: int, tokens: int) -> Polar:
-        return polar.leaves(self.format, batch, heads, tokens)
+        return polar_array.leaves(self.format, batch, heads, tokens)
 
     def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """step_i = max_t r_ti / (2^radius_bits - 1) over the prompt's valid, finite pairs from position `first` on, 1 where there are none.
         [B, K, 1, H/2] fp32; () where radii have groups."""
         if self.format.grid == "grouped":
             return ()
-        radius, _, finite = polar.to_polar(self.rows(params, inputs), saturation_limit(self.format.scale_dtype))
+        radius, _, finite = polar_array.to_polar(self.rows(params, inputs), saturation_limit(self.format.scale_dtype))
         counted = (inputs.valid & (inputs.positions >= first))[:, None, :, None] & finite
         largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
@@ -52,10 +53,10 @@ class PolarCodec(Codec):
         return jnp.ones((batch, heads, 1, self.format.half), jnp.float32) if self.format.grid == "global" else ()
 
     def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Polar:
-        return polar.quantize(rows, self.format, stats if self.format.grid == "global" else None)
+        return polar_array.quantize(rows, self.format, stats if self.format.grid == "global" else None)
 
     def decode(self, params: Tree, stats: Tree, body: Polar) -> RowsBKTH:
-        return polar.dequantize(body, stats if self.format.grid == "global" else None)
+        return polar_array.dequantize(body, stats if self.format.grid == "global" else None)
 
     def scores(
         self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: Polar, positions: Int[Array, "B C"], rope: Rope | None
@@ -63,12 +64,12 @@ class PolarCodec(Codec):
         """One query row looks up its products with the angles; several share keys, whose halves XLA joins slowly (docs/decisions.md)."""
         step = stats if self.format.grid == "global" else None
         if query.shape[2] == 1:
-            return polar.row_scores(query, body, step)
-        (x, y), (keys_x, keys_y) = jnp.split(query, 2, axis=-1), polar.key_halves(body, step)
+            return polar_array.row_scores(query, body, step)
+        (x, y), (keys_x, keys_y) = jnp.split(query, 2, axis=-1), polar_array.key_halves(body, step)
         return dot_rows(x, keys_x) + dot_rows(y, keys_y)
 
     def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.attention.kernel_sides import polar as side
+        from kvq_jax.codecs.kernel_readers import polar as side
 
         f = self.format
         return side(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvq_jax import uniform
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
-from kvq_jax.codec import KernelJob
-from kvq_jax.group_codec import GroupCodec
+from kvq_jax.arrays import uniform
+from kvq_jax.arrays.grouped_array import Quantized
+from kvq_jax.arrays.packing import pack
+from kvq_jax.codecs.base import KernelJob
+from kvq_jax.codecs.grouped import GroupCodec
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.subspace import Solver
-from kvq_jax.packing import pack
-from kvq_jax.quantized import Quantized
 
 
 @dataclasses.dataclass(frozen=True)

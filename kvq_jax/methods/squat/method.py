@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.codec import Codec, Side
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.method import Method, PerLayer, Windows, option
+from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.base import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.methods.squat.subspace import Solver

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
-from kvq_jax.body import Leaf
-from kvq_jax.codec import Codec, CrossLayerCodec, Side, dot_rows
+from kvq_jax.arrays.stored import Leaf
+from kvq_jax.codecs.base import Codec, CrossLayerCodec, Side
+from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.methods.xquant.projections import (
     Projection,
     factored,
@@ -32,7 +33,7 @@ from kvq_jax.methods.xquant.projections import (
 from kvq_jax.rope import Rope
 
 if TYPE_CHECKING:
-    from kvq_jax.attention.kernel_sides import Side as KernelSide
+    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 

@@ -6,12 +6,12 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.codec import Codec, Side
-from kvq_jax.group_codec import GroupCodec
-from kvq_jax.method import Method, PerLayer, Windows, at_layer, option
+from kvq_jax.arrays.grouped_array import Axis, GroupFormat, resolve_group
+from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.methods.xquant.codec import OutlierChannel, Reading, XCodec, XCrossLayerCodec
-from kvq_jax.quantized import Axis, GroupFormat, resolve_group
 
 BITS = (2, 3, 4, 8, 16)
 EXACT = 16  # bits that stand for rows as they are: the method without its quantization

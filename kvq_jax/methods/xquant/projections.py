@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LayerWeights, RowsBKTH, Tree
-from kvq_jax.codec import Side
+from kvq_jax.codecs.base import Side
 from kvq_jax.rope import Rope, rotate
 
 Projection = dict[str, Array]

@@ -1,0 +1,141 @@
+"""Decode attention of one layer: one new token of each sequence against a cache, on this machine's first JAX device.
+
+The baselines are dense and as good as we know how to write them: the query heads of a KV head are the rows of one dot product and K and V
+are read where they lie, never repeated, sliced or copied. They do not even add the new token to a cache; the caches do. See
+docs/decisions.md, "CPU decode attention".
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvq_jax as kvq
+from benchmarks.cpu.timing import Candidate, Shape, argument_parser, first_row, parsed, random_layer, relative_error, run, wait
+from kvq_jax.attention import reference
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.update import decode_layer
+from kvq_jax.codecs.dots import dot_rows, weigh_rows
+from kvq_jax.layer.plan import LayerPlan, LayerState
+
+
+def one_dot(
+    q: Float[Array, "B K G H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], length: Int[Array, ""]
+) -> Float[Array, "B K G H"]:
+    """softmax(q k^T / sqrt(H)) v over the first `length` tokens: two dots and a softmax."""
+    return _masked(dot_rows(q, k), v, length, q.shape[-1])
+
+
+def one_dot_query_first(q: Array, k: Array, v: Array, length: Array) -> Array:
+    """The same with the operands of the first dot exchanged, the usual way to write it."""
+    return _masked(jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=jnp.float32), v, length, q.shape[-1])
+
+
+def _masked(scores: Float[Array, "B K G S"], v: Array, length: Array, head_dim: int) -> Array:
+    seen = jnp.arange(scores.shape[-1]) < length
+    scores = jnp.where(seen[None, None, None], scores * head_dim**-0.5, -1e30)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    return weigh_rows(weights, v) / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+BASELINES: tuple[tuple[str, Callable, str], ...] = (
+    ("one dot", one_dot, "float32"),
+    ("one dot, query first", one_dot_query_first, "float32"),
+    ("one dot", one_dot, "bfloat16"),
+)
+
+
+def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
+    """The dense baselines, then the caches."""
+    return [_baseline(shape, *baseline) for baseline in BASELINES] + [_cache(shape, spec) for spec in caches]
+
+
+def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candidate:
+    size = (shape.batch, shape.kv_heads, shape.tokens + 1, shape.head_dim)
+    k, v = (_normal(size, dtype, seed) for seed in (1, 2))
+    q = _normal((*size[:2], shape.group, size[3]), dtype, 3)
+    args = (q, k, v, jnp.asarray(shape.tokens + 1, jnp.int32))
+    program = jax.jit(function).lower(*args).compile()
+    return Candidate(
+        f"{name}, {dtype}",
+        dtype,
+        lambda: wait(program(*args)),
+        _baseline_error(program(*args), *args),
+        kvq.nbytes((k, v)),
+        program.memory_analysis(),
+    )
+
+
+def _baseline_error(found: Array, q: Array, k: Array, v: Array, length: Array) -> float:
+    q, k, v = first_row((q, k, v))
+    rows = q.shape[1] * q.shape[2]
+    want = reference.attend(q.reshape(1, rows, 1, -1), k, v, jnp.ones((1, 1, k.shape[2]), bool))
+    return relative_error(found[:1].reshape(want.shape), want)
+
+
+def _cache(shape: Shape, spec: str) -> Candidate:
+    """One layer of a cache that holds `tokens` tokens of each sequence; its step appends one and attends to all, in place."""
+    heads = shape.kv_heads * shape.group
+    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
+    cache = kvq.parse(spec)
+    plan = cache.layer(0, dims, shape.tokens + cache.block, "float32")
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def decode(state: LayerState, inputs: kvq.LayerInputs) -> tuple[Array, LayerState]:
+        out, state, _ = decode_layer(plan, (), state, inputs, ())
+        return out, state
+
+    state, inputs = random_layer(plan, shape.batch, "float32"), _inputs(shape)
+    program = decode.lower(state, inputs).compile()
+    out, state = program(state, inputs)
+    error = relative_error(out[:1], _reference(plan, *first_row((state, inputs))))
+    held = [state]
+
+    def step() -> None:
+        out, held[0] = program(held[0], inputs)
+        wait(out)
+
+    return Candidate(spec, "float32", step, error, kvq.nbytes(held), program.memory_analysis())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reference(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> Array:
+    """Attention by its definition over the rows that a cache stands for."""
+    lengths = inputs.positions[:, 0] + 1
+    k, v = reference.decode_vectors(plan, (), state, lengths, inputs.rope)
+    return reference.attend(inputs.q_rot, k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, None, None])
+
+
+def _inputs(shape: Shape) -> kvq.LayerInputs:
+    heads = shape.kv_heads * shape.group
+    q = _normal((shape.batch, heads, 1, shape.head_dim), "float32", 3)
+    k, v = (_normal((shape.batch, shape.kv_heads, 1, shape.head_dim), "float32", seed) for seed in (4, 5))
+    positions = jnp.full((shape.batch, 1), shape.tokens, jnp.int32)
+    return kvq.LayerInputs(None, None, q, None, k, v, positions, jnp.ones((shape.batch, 1), bool), None)
+
+
+def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argument_parser("attention", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=15)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="H", help="channels of a head")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="K", help="KV heads")
+    parser.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
+    args = parsed(parser, argv)
+    shapes = [Shape(b, n, h, args.kv_heads, args.group) for h in args.head_dim for b in args.batch for n in args.tokens]
+    command = ("benchmarks.cpu.attention", *(sys.argv[1:] if argv is None else argv))
+    report = run("Decode attention of one layer", command, shapes, lambda shape: candidates(shape, args.cache), args.rounds)
+    if args.json:
+        report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""One whole decode step of a small random Llama through each cache, on this machine's first JAX device.
+
+Caches start full of random codes and grow by one token with every step, so the steps that quantize an aged block are among the samples. The
+baseline is the dense cache. The error compares logits with those of a dense cache that holds the rows which the quantized cache stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+import kvq_jax as kvq
+from benchmarks.cpu.timing import Candidate, Shape, argument_parser, parsed, random_layer, relative_error, run, wait
+from kvq_jax.attention import reference
+from kvq_jax.layer import cross_layer
+from kvq_models import Llama, LlamaConfig, decode_step, prepare
+from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.llama.rope import rope_for
+
+QUERY_HEADS = 16
+
+
+@functools.cache
+def random_llama(layers: int, head_dim: int, group: int = 4) -> Llama:
+    """16 query heads, `group` of them for each KV head, and Llama's other proportions; fp32."""
+    width = QUERY_HEADS * head_dim
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=QUERY_HEADS // group,
+        head_dim=head_dim,
+        max_position_embeddings=1 << 17,
+    )
+    return Llama(config, rngs=nnx.Rngs(0))
+
+
+def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.Cache:
+    """A cache of `tokens` tokens with random contents."""
+    cache = kvq.init_cache(spec, llama.config, shape.batch, capacity, "float32")
+    layers = tuple(random_layer(plan, shape.batch, "float32", seed) for seed, plan in enumerate(cache.plans))
+    return dataclasses.replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, shape.tokens))
+
+
+def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
+    """A dense cache of the rows that `cache` stands for."""
+    rope = rope_for(llama.config, cache.capacity)
+    dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
+    parameters = parameters_for(llama, cache.spec)
+    layers, carry = [], ()
+    for plan, own, state, empty in zip(cache.plans, parameters, cache.layers, dense.layers, strict=True):
+        rows = reference.decode_vectors(plan, own, state, cache.lengths, rope, carry)
+        carry = cross_layer.advance(plan, own, state, plan.regions.body(cache.lengths), carry)
+        layers.append(dataclasses.replace(empty, body=rows))
+    return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)
+
+
+def candidates(shape: Shape, caches: Sequence[str], layers: int, steps: int) -> list[Candidate]:
+    """The dense cache, then the others. `steps` is how often a candidate will run."""
+    plain = random_llama(layers, shape.head_dim, shape.group)
+    token = jnp.arange(shape.batch, dtype=jnp.int32)
+    programs, found = {}, []
+    for spec in dict.fromkeys(("dense", *caches)):
+        llama = prepare(plain, spec)
+        cache = random_cache(llama, spec, shape, shape.tokens + steps)
+        programs[spec] = jax.jit(decode_step, donate_argnames="cache").lower(llama, cache, token).compile()
+        expected, _ = programs["dense"](plain, jax.jit(decoded)(llama, cache), token)
+        found.append(_candidate(spec, llama, cache, token, programs[spec], expected))
+    return found
+
+
+def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program: jax.stages.Compiled, expected: Array) -> Candidate:
+    held = [cache]
+    size = kvq.nbytes(cache)
+
+    def step() -> Array:
+        logits, held[0] = program(llama, held[0], token)
+        wait(logits)
+        return logits
+
+    error = relative_error(step(), expected)
+    return Candidate(spec, cache.dtype, step, error, size, program.memory_analysis())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argument_parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
+    parser.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
+    parser.add_argument("--group", type=int, default=4, metavar="G", choices=(1, 2, 4, 8, 16), help="query heads for each KV head")
+    args = parsed(parser, argv)
+    shapes = [Shape(b, n, args.head_dim, QUERY_HEADS // args.group, args.group) for b in args.batch for n in args.tokens]
+    steps = args.rounds + 2  # one to compare logits, one to warm up
+    command = ("benchmarks.cpu.decode_step", *(sys.argv[1:] if argv is None else argv))
+    title = f"Decode step of a Llama with {args.layers} layers"
+    report = run(title, command, shapes, lambda shape: candidates(shape, args.cache, args.layers, steps), args.rounds)
+    if args.json:
+        report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()

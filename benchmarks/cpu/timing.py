@@ -1,0 +1,247 @@
+"""What the benchmarks share: shapes, the row of a result, caches with random contents, and a fair way to time alternatives.
+
+Alternatives are timed in turn, one call each, round after round: what else the machine does then hits all of them alike. A ratio is the
+median of the rounds' own ratios. Every sample is kept in the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvq_jax.arrays.stored import Leaf
+from kvq_jax.layer.plan import LayerPlan, LayerState
+
+CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=4", "innerq:bits=2", "innerq:bits=2,mode=sym")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One point of a benchmark: B sequences of `tokens` cached tokens, K KV heads of H channels, G query heads for each."""
+
+    batch: int
+    tokens: int
+    head_dim: int
+    kv_heads: int
+    group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One implementation at one shape. ratio: time relative to the baseline of the same shape. error: largest relative error of an output
+    row against the reference on the same codes. Bytes: of the cache, and what the compiled step needs beside its arguments (temp) and in
+    all (peak), as XLA reports them.
+    """
+
+    implementation: str
+    shape: Shape
+    dtype: str
+    samples_ms: tuple[float, ...]
+    ratio: float
+    error: float
+    cache_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.samples_ms))
+
+    @property
+    def best_ms(self) -> float:
+        return min(self.samples_ms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Rows, and the conditions they were measured under. load: the machine's load average of one minute when a shape was begun, and at the
+    end."""
+
+    title: str
+    baseline: str
+    command: str
+    date: str
+    device: str
+    cpu: str
+    cores: int
+    jax_version: str
+    python_version: str
+    load: tuple[float, ...]
+    rows: tuple[Row, ...]
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Report:
+        fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        rows = tuple(Row(**(row | {"shape": Shape(**row["shape"]), "samples_ms": tuple(row["samples_ms"])})) for row in fields["rows"])
+        return cls(**(fields | {"rows": rows, "load": tuple(fields["load"])}))
+
+
+@dataclasses.dataclass
+class Candidate:
+    """Something to time: `step` runs it once and waits. The first candidate of a list is the baseline."""
+
+    implementation: str
+    dtype: str
+    step: Callable[[], object]
+    error: float
+    cache_bytes: int
+    memory: Any  # jax's CompiledMemoryStats
+
+
+def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
+    """A row for each candidate, from `rounds` rounds in which each runs once."""
+    samples = np.empty((rounds, len(candidates)))
+    for candidate in candidates:
+        candidate.step()
+    for line in samples:
+        for i, candidate in enumerate(candidates):
+            start = time.perf_counter()
+            candidate.step()
+            line[i] = 1e3 * (time.perf_counter() - start)
+    ratios = np.median(samples / samples[:, :1], axis=0)
+    return [
+        Row(
+            c.implementation,
+            shape,
+            c.dtype,
+            tuple(float(t) for t in samples[:, i].round(4)),
+            round(float(ratios[i]), 4),
+            c.error,
+            c.cache_bytes,
+            c.memory.temp_size_in_bytes,
+            _peak(c.memory),
+        )
+        for i, c in enumerate(candidates)
+    ]
+
+
+def run(title: str, command: Sequence[str], shapes: Sequence[Shape], candidates: Callable[[Shape], list[Candidate]], rounds: int) -> Report:
+    """Times the candidates of every shape, and says where it is."""
+    rows, load = [], []
+    for i, shape in enumerate(shapes):
+        load.append(round(os.getloadavg()[0], 2))
+        _progress(f"[{i + 1}/{len(shapes)}] batch {shape.batch}, head_dim {shape.head_dim}, {shape.tokens} tokens: compiling")
+        chosen = candidates(shape)
+        _progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
+        found = timed(chosen, shape, rounds)
+        del chosen  # its arrays, before those of the next shape are made
+        for row in found:
+            _progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
+        rows += found
+    load.append(round(os.getloadavg()[0], 2))
+    return Report(
+        title=title,
+        baseline=rows[0].implementation,
+        command=" ".join(["python -m", *command]),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        device=jax.devices()[0].device_kind,
+        cpu=_cpu_name(),
+        cores=os.cpu_count() or 0,
+        jax_version=jax.__version__,
+        python_version=platform.python_version(),
+        load=tuple(load),
+        rows=tuple(rows),
+    )
+
+
+def _peak(memory: Any) -> int:
+    """Arguments, results that do not share their memory, and temporaries."""
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+
+def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> LayerState:
+    """A full layer with random codes, scales and rows: the contents of a cache do not change its speed, and this needs no prompt."""
+    rng = np.random.default_rng(seed)
+
+    def floats(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.asarray(0.5 * rng.standard_normal(shape, np.float32), dtype)
+
+    def values(leaf: Leaf, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.integer):
+            info = jnp.iinfo(leaf.dtype)
+            return jnp.asarray(rng.integers(info.min, info.max, struct.shape, leaf.dtype, endpoint=True))
+        return leaf.store(floats(struct.shape, leaf.dtype))
+
+    layout = plan.layout(batch, dtype)
+    body = tuple(
+        jax.tree.map(values, codec.body(1, 1, plan.regions.block), side) for codec, side in zip(plan.codecs, layout.body, strict=True)
+    )
+    windows = jax.tree.map(lambda struct: floats(struct.shape, struct.dtype), (layout.sink, layout.ring))
+    sink, ring = windows
+    return LayerState(sink, ring, body, plan.init(batch, dtype).stats)
+
+
+def relative_error(found: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:
+    """The largest relative error of a row (the last axis), by the 2-norm."""
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)))
+
+
+def argument_parser(
+    module: str, description: str, *, tokens: tuple[int, ...], batch: tuple[int, ...], rounds: int
+) -> argparse.ArgumentParser:
+    """The arguments that both benchmarks take."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}",
+        description=description,
+        epilog=f"example: python -m benchmarks.{module} --tokens 16384 --cache kivi:bits=4 innerq --json benchmarks/results/mine.json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the raw samples here; `python -m benchmarks.results_page` turns such files into tables"
+    )
+    parser.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure; `kvq methods` lists them")
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, metavar="N", help="cached tokens of each sequence")
+    parser.add_argument("--batch", type=int, nargs="+", default=batch, metavar="B", help="sequences")
+    parser.add_argument("--rounds", type=int, default=rounds, metavar="R", help="times that each implementation runs; they take turns")
+    parser.add_argument(
+        "--quick", action="store_true", help="256 tokens, 1 sequence, 3 rounds: seconds, to see that it works; not a measurement"
+    )
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with --quick applied."""
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.tokens, args.batch, args.rounds = (256,), (1,), 3
+    return args
+
+
+def wait(tree: Any) -> None:
+    jax.block_until_ready(tree)
+
+
+def first_row(tree: Any) -> Any:
+    """The first sequence of a batch."""
+    return jax.tree.map(lambda a: lax.slice_in_dim(a, 0, 1), tree)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())

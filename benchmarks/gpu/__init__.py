@@ -1,0 +1,1 @@
+"""Timings on a GPU, and the candidates that they compare."""

@@ -1,0 +1,231 @@
+"""What the kernel benchmark times: decode attention over packed and exact keys and values, ours and others', at four models' shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from benchmarks.cpu.attention import one_dot_query_first
+from benchmarks.cpu.timing import Shape
+from benchmarks.gpu.device_timing import TINY, uniform
+from benchmarks.gpu.random_bodies import CHECKED_HEADS, bodies_of, checked_part
+from kvq_jax.attention import reference
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.launch import Launch
+from pallas_kernels.readers.dense import Dense
+
+MODELS = {  # KV heads, query heads of each, head dim
+    "Llama-3.2-1B": (8, 4, 64),
+    "Llama-3.1-8B": (8, 4, 128),
+    "Llama-2-7B": (32, 1, 128),
+    "Llama-2-13B": (40, 1, 128),
+}
+SPECS = (
+    *("dense", "kivi:bits=2", "kivi:bits=4", "innerq:bits=1,mode=sym"),
+    *("innerq:bits=2", "innerq:bits=3,mode=sym", "innerq:bits=8,mode=asym"),
+    *("kvquant:bits=3,outliers=0.01", "kvquant:bits=4,outliers=0.01"),
+)
+MORE_SPECS = ("kivi:bits=4,pre_rope=true", "nf4", "polarquant")  # at one shape only
+DEQUANTIZED = "kivi:bits=4"  # the cache of the candidate that dequantizes before it attends
+INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
+PROCESSORS = 132  # of an H200: so many programs, at least, occupy it
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A candidate by name; `make` raises ValueError where it cannot serve the shape."""
+
+    section: str
+    candidate: str
+    make: Callable[[], Task]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A candidate at one shape, before it is compiled. All functions are traced.
+
+    start: makes the loop's x. copy: makes the arrays of one copy from a seed. calls: (arithmetic, call(x, copy)). feed: the next x, from x
+    and a result. idle: x with nothing live, or None. check: (found, wanted) of a result, on a part of it, or None where there is nothing
+    to compare with. bf16: keys and values are exact. remark: what a reader of the row must know. Bytes: moved by a call at least, of a
+    copy, and of what a call writes beside. At least: arrays of a copy are read once; of the products, weights are read and scores written
+    too; attention's queries and result are not counted.
+    """
+
+    bf16: bool
+    moved_bytes: int
+    copy_bytes: int
+    temp_bytes: int
+    start: Callable[[], Any]
+    copy: Callable[[Array], Any]
+    calls: tuple[tuple[str, Callable[[Any, Any], Any]], ...]
+    feed: Callable[[Any, Any], Any]
+    check: Callable[[Any, Any, Any], tuple[Array, Array]] | None
+    idle: Callable[[Any], Any] | None = None
+    remark: str = ""
+
+
+def shape_of(model: str, tokens: int, batch: int) -> Shape:
+    kv_heads, group, head_dim = MODELS[model]
+    return Shape(batch, tokens, head_dim, kv_heads, group)
+
+
+def name_of(how: Launch) -> str:
+    return "interpreted" if how.interpret else how.arithmetic
+
+
+# Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32
+
+
+def attention_tasks(shape: Shape, hows: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
+    """Others' code first."""
+    found: dict[str, Callable[[], Task]] = {
+        "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
+        "cuDNN bf16": lambda: _others(shape, _cudnn, "BSKH"),
+    }
+    if shape.group > 1:
+        found["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
+    if (splits := _useful_splits(shape)) > 1:
+        found["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
+    found[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
+    found |= {spec: functools.partial(_fused, shape, spec, tuple(hows)) for spec in specs}
+    return [Planned("attention", name, make) for name, make in found.items()]
+
+
+def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
+    size = (shape.batch, shape.kv_heads, shape.group, shape.head_dim)
+
+    def start() -> tuple[Array, Array]:
+        return uniform(size, jnp.uint32(17), -3.0, 3.0), jnp.full((shape.batch,), shape.tokens, jnp.int32)
+
+    def feed(x: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
+        return x[0] + TINY * out, x[1]
+
+    return Task(bf16, moved_bytes, moved_bytes, fields.pop("temp_bytes", 0), start=start, feed=feed, **fields)
+
+
+def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
+    """(found, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
+    k, v = rows
+    q, found = checked_part((q, out))
+    with jax.default_matmul_precision("highest"):
+        wanted = reference.attend(q.reshape(1, -1, 1, q.shape[3]), k, v, jnp.ones((1, 1, k.shape[2]), bool))
+    return found, wanted.reshape(found.shape)
+
+
+def _fused(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+    """Our kernel, over everything that a cache of this spec would hold in its body."""
+    k, v = bodies = bodies_of(spec, shape)
+
+    def call(how: Launch, x: tuple[Array, Array], copy: Any) -> Array:
+        keys, values = ((body.side, body.arrays(one)) for body, one in zip(bodies, copy, strict=True))
+        part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, how=how)
+        return part.o / jnp.maximum(part.l, 1e-30)
+
+    return attention_task(
+        shape,
+        all(isinstance(body.side, Dense) for body in bodies),
+        k.nbytes + v.nbytes,
+        copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
+        calls=tuple((name_of(how), jax.jit(functools.partial(call, how))) for how in hows),
+        check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
+        idle=lambda x: (x[0], jnp.zeros_like(x[1])),
+    )
+
+
+def _dequantized(shape: Shape) -> Task:
+    """All rows are written to memory in bf16 before they are attended to."""
+    k, v = bodies = bodies_of(DEQUANTIZED, shape)
+
+    def call(x: tuple[Array, Array], copy: Any) -> Array:
+        rows = (body.rows(one).astype(jnp.bfloat16) for body, one in zip(bodies, copy, strict=True))
+        return _naive(x[0], *lax.optimization_barrier(tuple(rows)))
+
+    return attention_task(
+        shape,
+        False,
+        k.nbytes + v.nbytes,
+        temp_bytes=_exact_bytes(shape),
+        copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
+        calls=(("", call),),
+        check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
+    )
+
+
+def _exact_bytes(shape: Shape) -> int:
+    """Of keys and values in bf16."""
+    return 4 * shape.batch * shape.kv_heads * shape.tokens * shape.head_dim
+
+
+def _others(shape: Shape, attend: Callable[..., Array], axes: str, remark: str = "") -> Task:
+    """Exact bf16 keys and values with their axes in this order."""
+    sizes = {"B": shape.batch, "K": shape.kv_heads, "S": shape.tokens, "H": shape.head_dim}
+
+    def check(x: tuple[Array, Array], copy: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
+        if axes == "BSKH":
+            return compared(x[0], (jnp.swapaxes(a[:1, :, :CHECKED_HEADS], 1, 2) for a in copy), out)
+        return compared(x[0], checked_part(copy), out)
+
+    return attention_task(
+        shape,
+        True,
+        _exact_bytes(shape),
+        copy=lambda seed: tuple(
+            uniform(tuple(sizes[a] for a in axes), seed * 2 + jnp.uint32(i), -1.0, 1.0, jnp.bfloat16) for i in range(2)
+        ),
+        calls=(("", lambda x, copy: attend(x[0], *copy)),),
+        check=check,
+        remark=remark,
+    )
+
+
+def _naive(q: Array, k: Array, v: Array) -> Array:
+    """One dot of all query heads of a KV head, a softmax, another dot."""
+    return one_dot_query_first(padded_heads(q.astype(jnp.bfloat16)), k, v, jnp.asarray(k.shape[2], jnp.int32))[:, :, : q.shape[2]]
+
+
+def padded_heads(rows: Float[Array, "B K G X"]) -> Float[Array, "B K GP X"]:
+    """A single query head with zeros beside it: for one row XLA writes a sum of products, and transposes all of V for it."""
+    return rows if rows.shape[2] > 1 else jnp.pad(rows, ((0, 0), (0, 0), (0, 7), (0, 0)))
+
+
+def _cudnn(q: Array, k: Array, v: Array) -> Array:
+    batch, heads, group, channels = q.shape
+    rows = q.astype(jnp.bfloat16).reshape(batch, 1, heads * group, channels)
+    return jax.nn.dot_product_attention(rows, k, v, implementation="cudnn").astype(jnp.float32).reshape(q.shape)
+
+
+def _cudnn_grouped(q: Array, k: Array, v: Array) -> Array:
+    """The query heads of a KV head as its tokens: no KV head is read twice."""
+    rows = jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1)  # [B, G, K, H]
+    out = jax.nn.dot_product_attention(rows, k, v, implementation="cudnn")
+    return jnp.moveaxis(out, 1, 2).astype(jnp.float32)
+
+
+def _cudnn_split(splits: int, q: Array, k: Array, v: Array) -> Array:
+    """The same for each of some runs of tokens, as sequences of a larger batch, merged by their logarithms of sums. `jax.nn` gives these
+    in the dtype of the result, so a run's weight errs by up to 2^-9 of its logarithm: a few percent of the result."""
+    batch, heads, group, channels = q.shape
+
+    def cut(rows: Array) -> Array:
+        return rows.reshape(batch * splits, rows.shape[1] // splits, heads, channels)
+
+    rows = jnp.repeat(jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1), splits, axis=0)  # [B * P, G, K, H]
+    out, log_sums = jax.nn.dot_product_attention(rows, cut(k), cut(v), implementation="cudnn", return_residual=True)
+    weights = jax.nn.softmax(log_sums.astype(jnp.float32).reshape(batch, splits, group, heads), axis=1)
+    merged = jnp.sum(out.astype(jnp.float32).reshape(batch, splits, group, heads, channels) * weights[..., None], axis=1)
+    return jnp.moveaxis(merged, 1, 2)
+
+
+def _useful_splits(shape: Shape) -> int:
+    """A power of two that occupies the GPU, with at least 256 tokens in each run."""
+    splits = 1
+    while shape.batch * shape.kv_heads * splits < PROCESSORS and shape.tokens // (2 * splits) >= 256 and shape.tokens % (2 * splits) == 0:
+        splits *= 2
+    return splits

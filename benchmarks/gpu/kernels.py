@@ -1,0 +1,252 @@
+"""GPU kernels against the memory's speed and the best bf16 code at hand: decode attention, its two products, quantizing and packing.
+
+Times are of loops of many calls (device_timing.py); those of small shapes may be of launches, as the times without a token show. Errors
+are against the reference on the same codes. Cases run in the order of their weight until the time is used up, and the file holds what was
+measured whenever the run ends. --resume goes on with a file whose run was cut short. Printed at the end: the papers' tables with our times
+beside theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from benchmarks.cpu.timing import Shape
+from benchmarks.gpu import kvquant_candidates, paper_tables, polarquant_candidates
+from benchmarks.gpu.candidates import MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
+from benchmarks.gpu.device_timing import SHORT, Timing, bandwidth_samples
+from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
+from benchmarks.gpu.rows import KernelRow, TimingReport, one_line
+from benchmarks.gpu.run import FatalError, run_case
+from benchmarks.markdown import table
+from pallas_kernels.launch import Launch
+
+SECTIONS = ("attention", "products", "quantize", "kvquant", "polarquant")
+KVQUANT = kvquant_candidates.MODEL
+LENGTHS = tuple(512 << i for i in range(9))  # 512 .. 131072
+BATCHES = (1, 16)
+RESTART = 3  # exit status that asks for another run with --resume
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """All candidates of a section at one shape. Where the command line does not choose: both, in either arithmetic; specs, the caches that
+    are attended to."""
+
+    section: str
+    model: str
+    shape: Shape
+    both: bool = False
+    specs: tuple[str, ...] = SPECS
+
+    @property
+    def name(self) -> str:
+        caches = "" if self.specs == SPECS else f", {' '.join(self.specs)}"
+        return f"{self.section}, {self.model}, {self.shape.tokens} tokens, batch {self.shape.batch}{caches}"
+
+    def tasks(self, hows: Sequence[Launch], specs: Sequence[str]) -> list[Planned]:
+        if self.section == "attention":
+            return attention_tasks(self.shape, hows, specs or self.specs)
+        if self.section == "kvquant":
+            return kvquant_candidates.table_tasks(self.shape, hows)
+        if self.section == "polarquant":
+            return polarquant_candidates.table_tasks(self.shape, hows)
+        return product_tasks(self.shape, hows) if self.section == "products" else quantize_tasks(self.shape, hows)
+
+
+def default_cases() -> list[Case]:
+    """Every shape of the table, MODELS x LENGTHS x BATCHES, and of the papers' tables, in the order of its weight: a run may end before the
+    last. Llama 3.1 8B comes first, and of it what shows most."""
+
+    def attention(model: str, *points: tuple[int, int], both: bool = False, specs: tuple[str, ...] = SPECS) -> list[Case]:
+        return [Case("attention", model, shape_of(model, tokens, batch), both, specs) for tokens, batch in points]
+
+    def paper(section: str, *lengths: int, models: Sequence[str] = tuple(PAPER_MODELS)) -> list[Case]:
+        return [Case(section, model, paper_shape(model, tokens)) for tokens in lengths for model in models]
+
+    every = [(tokens, batch) for tokens in LENGTHS for batch in BATCHES]
+    found = attention("Llama-3.1-8B", (32768, 16), (131072, 1), (4096, 16), both=True)
+    found += attention("Llama-3.1-8B", (32768, 1), (4096, 1), (131072, 16))
+    found += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
+    found += paper("polarquant", *paper_tables.POLAR_LENGTHS, models=(polarquant_candidates.MODEL,))
+    found += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
+    found += attention("Llama-3.1-8B", (32768, 16), both=True, specs=MORE_SPECS)
+    others = [model for model in MODELS if model != "Llama-3.1-8B"]
+    for model in others:
+        found += attention(model, (32768, 16), (32768, 1))
+    found += attention("Llama-3.1-8B", *every)
+    found += [*paper("products", *LENGTHS), *paper("quantize", 131072, 4096, 512)]
+    for points in ((4096, 16), (4096, 1), (131072, 1), (131072, 16)), every:
+        for model in others:
+            found += attention(model, *points)
+    first: dict[str, Case] = {}
+    for case in found:
+        first.setdefault(case.name, case)
+    return list(first.values())
+
+
+def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
+    """The default cases, or those of MODEL:TOKENS:BATCH. ValueError names what is unknown."""
+    if not shapes:
+        return [case for case in default_cases() if case.section in sections]
+    found = []
+    for text in shapes:
+        model, *numbers = text.split(":")
+        if model not in MODELS or len(numbers) != 2 or not all(n.isdigit() and int(n) for n in numbers):
+            raise ValueError(f"shape {text!r}: write MODEL:TOKENS:BATCH; models: {', '.join(MODELS)}")
+        tokens, batch = map(int, numbers)
+        cases = [Case("attention", model, shape_of(model, tokens, batch), both=True)]
+        if model in PAPER_MODELS:
+            cases += [Case(section, model, paper_shape(model, tokens)) for section in ("products", "quantize")]
+        if (model, batch) == (polarquant_candidates.MODEL, 1):
+            cases.append(Case("polarquant", model, paper_shape(model, tokens)))
+        if (model, batch) == (KVQUANT, 1):
+            cases.append(Case("kvquant", model, shape_of(model, tokens, batch)))
+        found += [case for case in cases if case.section in sections]
+    return found
+
+
+def run(
+    cases: Sequence[Case],
+    report: TimingReport,
+    path: str | os.PathLike[str],
+    timing: Timing,
+    *,
+    hows: Sequence[Launch] = (),
+    specs: Sequence[str] = (),
+    seconds: float = float("inf"),
+    threads: int = 1,
+) -> None:
+    """Measures what the report lacks. hows, specs: how kernels are launched, and the caches they attend to, where not as each case says."""
+
+    def save() -> None:
+        report.write(path)
+
+    start = time.monotonic()
+    crashed = note_crash(report)
+    measure_bandwidth(report, timing)
+    report.skipped = []
+    for i, case in enumerate(cases):
+        if time.monotonic() - start > seconds:
+            report.skipped.append(case.name)
+            continue
+        launches = hows or ([Launch("asm"), Launch("jnp")] if case.both else [Launch("asm")])
+        done = {row.key for row in report.rows}
+        keyed = {(task.section, case.model, case.shape, task.candidate): task for task in case.tasks(launches, specs)}
+        tasks = [task for key, task in keyed.items() if key not in done]
+        begun, before = time.monotonic(), len(report.rows)
+        progress(f"[{i + 1}/{len(cases)}] {case.name}: {len(tasks)} candidates")
+        try:
+            run_case(case.model, case.shape, tasks, report, save, timing, 1 if crashed & set(keyed) else threads)
+        finally:
+            for row in report.rows[before:]:
+                progress(f"    {summary(report, row)}")
+            progress(f"    {time.monotonic() - begun:.1f} s, {time.monotonic() - start:.0f} s in all")
+    save()
+
+
+def note_crash(report: TimingReport) -> set[tuple[str, str, Shape, str]]:
+    """Where an earlier process ended without a word: the one candidate that ran gets a row that says so; of several that were being
+    compiled, the keys are returned, to be tried one by one."""
+    running, report.running = report.running, []
+    if len(running) == 1:
+        report.rows.append(dataclasses.replace(running[0], failure="the process ended while this was compiled or timed"))
+        return set()
+    return {row.key for row in running}
+
+
+def measure_bandwidth(report: TimingReport, timing: Timing) -> None:
+    """The yardstick: bytes a second of a large copy, and of reading alone."""
+    if report.median_rate("copy"):
+        return
+    shape = Shape(1, 0, 0, 0, 0)
+    try:
+        measured = bandwidth_samples(timing)
+    except Exception as error:
+        report.rows.append(KernelRow("bandwidth", "", shape, "copy", failure=one_line(error)))
+        return
+    for name, (size, samples) in measured.items():
+        report.rows.append(KernelRow("bandwidth", "", shape, name, moved_bytes=size, copies=1, cold=True, samples_ms=samples))
+        progress(f"{name}: {report.rows[-1].rate / 1e12:.2f} TB/s")
+
+
+def summary(report: TimingReport, row: KernelRow) -> str:
+    """A row as a line of progress."""
+    if not row.samples_ms:
+        return f"{row.name:50s} {row.failure}"
+    share, ratio = report.share(row), report.ratio(row)
+    parts = [
+        f"{row.name:50s} {1e3 * row.median_ms:10.1f} us",
+        f"{share:5.0%}" if share else "    -",
+        f"{ratio:6.2f}x" if ratio else "      -",
+    ]
+    return " ".join([*parts, "" if row.error is None else f"{row.error:.1e}", row.failure])
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.kernels",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="example: python -m benchmarks.gpu.kernels --json benchmarks/results/kernels_h200.json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every candidate")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[], metavar="MODEL:TOKENS:BATCH", help=f"not the usual ones; models: {', '.join(MODELS)}"
+    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
+    parser.add_argument("--cache", nargs="+", default=[], metavar="SPEC", help=f"caches whose kernels attend, not {' '.join(SPECS)}")
+    parser.add_argument(
+        "--arithmetic", nargs="+", choices=("asm", "jnp"), default=[], help="of the kernels; both at some shapes if not given"
+    )
+    parser.add_argument("--seconds", type=float, default=330, metavar="S", help="begin no further shape after so long")
+    parser.add_argument("--threads", type=int, default=min(12, os.cpu_count() or 1), metavar="N", help="programs compiled at a time")
+    parser.add_argument("--resume", action="store_true", help="go on with the file where its run ended")
+    parser.add_argument("--quick", action="store_true", help="one small shape, few samples: to see that it works; not a measurement")
+    parser.add_argument("--interpret", action="store_true", help="evaluate kernels with JAX, on any device; not a measurement")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argument_parser()
+    args = parser.parse_args(argv)
+    try:
+        cases = chosen_cases(args.shapes or (["Llama-3.2-1B:512:1"] if args.quick else []), args.sections)
+        if jax.default_backend() != "gpu" and not args.interpret:
+            raise ValueError(f"kernels need a GPU, this process runs on {jax.default_backend()}; --interpret runs them anyway")
+        report = TimingReport.here("GPU kernels", ("benchmarks.gpu.kernels", *(sys.argv[1:] if argv is None else argv)))
+        if args.resume and pathlib.Path(args.json).exists():
+            report = report.resumed(TimingReport.read(args.json))
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    hows = [Launch(interpret=True)] if args.interpret else [Launch(arithmetic) for arithmetic in args.arithmetic]
+    timing = SHORT if args.quick or args.interpret else Timing()
+    try:
+        run(cases, report, args.json, timing, hows=hows, specs=args.cache, seconds=args.seconds, threads=args.threads)
+    except FatalError as error:
+        parser.exit(RESTART, f"the GPU failed: {error}; go on with --resume\n")
+    except KeyboardInterrupt:
+        report.running = []
+        report.write(args.json)
+        parser.exit(130, f"interrupted; {args.json} holds {len(report.rows)} rows\n")
+    failures = sum(bool(row.failure) for row in report.rows)
+    for made_table in paper_tables.tables(report):
+        print("\n\n".join((f"### {made_table.title}", made_table.note, table(made_table.header, made_table.lines))), end="\n\n")
+    progress(f"{args.json}: {len(report.rows)} rows, {failures} with failures; {len(report.skipped)} shapes left out for lack of time")
+    if report.skipped:
+        progress(f"left out: {'; '.join(report.skipped)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What Table 22 of the KVQuant paper times: the parts of reading nuq4-1% keys and values of LLaMA-2-7B by themselves, at batch 1.
+
+Exact fp16 rows (keys after RoPE), packing, the dense codes, the outliers, and codes and outliers together. Keys are cached before RoPE, and
+rotated while they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from benchmarks.cpu.timing import Shape
+from benchmarks.gpu.candidates import Planned, Task, name_of, padded_heads
+from benchmarks.gpu.device_timing import first, nudged, uniform
+from benchmarks.gpu.random_bodies import Body, bytes_of, plan_of, random_parameters, rope_of
+from kvq_jax.arrays.codebook_array import Nonuniform
+from kvq_jax.arrays.stored import load_body
+from kvq_jax.methods.kvquant.codec import KVQuantCodec
+from pallas_kernels.decode_attention import matvec
+from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.launch import Launch
+from pallas_kernels.readers.codebook import Codebook
+from pallas_kernels.readers.rotary import Rotated
+from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values, turn
+
+SPEC = "kvquant:bits=4,outliers=0.01"
+MODEL = "Llama-2-7B"
+PARTS = ("fp16", "packing", "dense", "sparse", "total")
+SECTIONS = {"k": "kvquant keys", "v": "kvquant values"}
+BLOCK = 32  # tokens that are packed together
+SCORES_TUNING = Tuning(tile=32)
+VALUES_TUNING = Tuning(tile=64, stages=2)
+
+
+def table_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
+    """Keys, then values: a candidate for each column of the paper's table."""
+    return [
+        Planned(section, part, functools.partial(_task, shape, side, part, tuple(hows)))
+        for side, section in SECTIONS.items()
+        for part in PARTS
+    ]
+
+
+def total_of_keys(shape: Shape, hows: tuple[Launch, ...]) -> Task:
+    """q K^T over codes and outliers together."""
+    return _task(shape, "k", "total", hows)
+
+
+def _task(shape: Shape, side: str, part: str, hows: tuple[Launch, ...]) -> Task:
+    found = _Side(shape, side)
+    if part == "fp16":
+        return found.task(True, found.rows_bytes, lambda seed: found.random_rows(seed, shape.tokens), found.exact, found.precise, ())
+    if part == "packing":
+        return found.packing()
+    size, call, wanted = found.bytes(part), functools.partial(found.call, part), functools.partial(found.wanted, part)
+    return found.task(False, size, found.body.copy, call, wanted, hows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """Keys or values. A copy is (parameters, stored body); x are the queries, or the weights in fp16."""
+
+    shape: Shape
+    side: str
+
+    @property
+    def codec(self) -> KVQuantCodec:
+        plan = plan_of(SPEC, self.shape)
+        codec = plan.k if self.side == "k" else plan.v
+        assert isinstance(codec, KVQuantCodec)
+        return codec
+
+    @property
+    def body(self) -> Body:
+        return Body(self.codec, self.shape)
+
+    @property
+    def leaves(self) -> Nonuniform:
+        return self.body.leaves
+
+    @property
+    def rows_bytes(self) -> int:
+        return 2 * self.shape.kv_heads * self.shape.tokens * self.shape.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the scores that a call writes, fp32, or of the weights that it reads, fp16."""
+        return (4 if self.side == "k" else 2) * self.shape.kv_heads * self.shape.tokens
+
+    def bytes(self, part: str) -> int:
+        sparse = bytes_of(self.leaves.outliers)
+        return {"dense": bytes_of(self.leaves) - sparse, "sparse": sparse, "total": bytes_of(self.leaves)}[part]
+
+    def random_rows(self, seed: Array, tokens: int) -> Array:
+        return uniform((1, self.shape.kv_heads, tokens, self.shape.head_dim), seed, -1.0, 1.0, jnp.float16)
+
+    def task(
+        self, bf16: bool, size: int, copy: Callable, call: Callable[..., Array], wanted: Callable[..., Array], hows: tuple[Launch, ...]
+    ) -> Task:
+        shape, keys = self.shape, self.side == "k"
+        last = shape.head_dim if keys else shape.tokens
+        calls = [(name_of(how), functools.partial(call, how)) for how in hows] or [("", functools.partial(call, None))]
+
+        def start() -> Array:
+            low, dtype = (-3.0, jnp.float32) if keys else (0.0, jnp.float16)
+            return uniform((1, shape.kv_heads, 1, last), jnp.uint32(17), low, 1.0, dtype)
+
+        return Task(
+            bf16,
+            size + self.token_bytes,
+            size,
+            0,
+            start=start,
+            copy=copy,
+            calls=tuple((name, jax.jit(function)) for name, function in calls),
+            feed=nudged,
+            check=lambda x, copy, out: (out, wanted(None, x, copy)),
+        )
+
+    def exact(self, _: Launch | None, x: Array, rows: Array) -> Array:
+        if self.side == "k":
+            return jnp.einsum("bkgh,bksh->bkgs", x.astype(rows.dtype), rows, preferred_element_type=jnp.float32)
+        return jnp.einsum("bkgs,bksh->bkgh", padded_heads(x), rows, preferred_element_type=jnp.float32)[:, :, :1]
+
+    def precise(self, _: Launch | None, x: Array, rows: Array) -> Array:
+        formula = "bkgh,bksh->bkgs" if self.side == "k" else "bkgs,bksh->bkgh"
+        return jnp.einsum(formula, x.astype(jnp.float32), rows.astype(jnp.float32), precision="highest")
+
+    def packing(self) -> Task:
+        """A block of tokens that leaves the window. XLA packs in every path, so there is nothing to compare with."""
+        codec, tokens = self.codec, BLOCK
+
+        def start() -> Any:
+            return self.random_rows(jnp.uint32(3), tokens)
+
+        def pack(x: Array, params: Any) -> Any:
+            return codec.encode(params, (), x, prefill=False)
+
+        size = bytes_of(codec.body(1, self.shape.kv_heads, tokens)) + 2 * self.shape.kv_heads * tokens * self.shape.head_dim
+        return Task(
+            False,
+            size,
+            size,
+            0,
+            start=start,
+            copy=lambda seed: random_parameters(codec, self.shape.kv_heads, seed),
+            calls=(("", pack),),
+            feed=lambda x, out: x + first(out.words[0]).astype(x.dtype),
+            check=None,
+        )
+
+    def call(self, part: str, how: Launch, x: Array, copy: Any) -> Array:
+        params, body = copy
+        index, residual = (getattr(body.outliers, name) for name in ("index", "residual"))
+        limits, rope = jnp.full((1,), self.shape.tokens), rope_of(self.shape.head_dim)
+        if part == "sparse" and self.side == "v":
+            return outlier_values(x.astype(jnp.float32), index, residual, limits, self.shape.head_dim)
+        if part == "sparse":
+            turned = turn(rope.inverse_frequencies, 0, self.shape.tokens)
+            return outlier_scores(x, index, residual, limits, turned, how)
+        side, arrays = self.body.side, self.codec.kernel_arrays(params, body)
+        inner = side.inner if isinstance(side, Rotated) else side
+        assert isinstance(inner, Codebook)
+        if part == "dense":
+            inner, arrays = dataclasses.replace(inner, outliers=0), arrays[:-2]
+        if not isinstance(side, Rotated):
+            return matvec.weighted_values(x, inner, arrays, tuning=VALUES_TUNING, how=how)
+        side, arrays = dataclasses.replace(side, inner=inner), [*arrays, rope.inverse_frequencies, rope.attention_factor]
+        return matvec.scores(x, side, arrays, capacity=self.shape.tokens, tuning=SCORES_TUNING, how=how)
+
+    def wanted(self, part: str, _: Launch | None, x: Array, copy: Any) -> Float[Array, "B K G X"]:
+        params, stored = copy
+        body = load_body(self.leaves, stored)
+        without = dataclasses.replace(body, outliers=dataclasses.replace(body.outliers, residual=jnp.zeros_like(body.outliers.residual)))
+        all_rows, dense = (self.codec.decode(params, (), b) for b in (body, without))
+        rows = {"total": all_rows, "dense": dense, "sparse": all_rows - dense}[part]
+        rows = self.codec.vectors(params, rows, jnp.arange(self.shape.tokens)[None], rope_of(self.shape.head_dim))
+        return self.precise(None, x, rows)

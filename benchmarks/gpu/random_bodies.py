@@ -1,0 +1,186 @@
+"""Bodies of caches with random contents, made on the device: what kernels read of them, and the rows that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import kvq_jax as kvq
+from benchmarks.cpu.timing import Shape
+from benchmarks.gpu.device_timing import random_words, scattered, uniform
+from kvq_jax.arrays.codebook_array import Nonuniform
+from kvq_jax.arrays.grouped_array import Quantized
+from kvq_jax.arrays.polar_array import Polar
+from kvq_jax.arrays.sparse_outliers import Outliers
+from kvq_jax.arrays.stored import Leaf, load_body
+from kvq_jax.attention.dispatch import unsupported
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.codecs.base import Codec
+from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.rope import Rope
+from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.rotary import Rotated
+
+CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the reference
+
+
+# Random contents
+
+
+def random_body(leaves: Any, seed: Array) -> Any:
+    """Arrays as a cache stores them, for a body's tree of `Leaf`: random codes, and statistics that make them rows of about -1 .. 1."""
+    if isinstance(leaves, Leaf):
+        return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
+    if isinstance(leaves, Quantized):
+        return _random_quantized(leaves, seed)
+    if isinstance(leaves, Nonuniform):
+        return _random_nonuniform(leaves, seed)
+    if isinstance(leaves, Polar):
+        return _random_polar(leaves, seed)
+    raise TypeError(f"no random contents for a body of {type(leaves).__name__}")
+
+
+def _random_codes(words: tuple[Any, ...], seed: Array) -> tuple[Array, ...]:
+    return tuple(random_words(leaf.shape, seed + jnp.uint32(1000 * i)) for i, leaf in enumerate(words))
+
+
+def _random(leaf: Any, seed: Array, offset: int, low: float, high: float) -> Any:
+    return None if leaf is None else leaf.store(uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype))
+
+
+def _random_quantized(leaves: Quantized, seed: Array) -> Quantized:
+    step = 2 / (2**leaves.format.code_bits - 1)
+    scale, zero = _random(leaves.scale, seed, 2000, 0.7 * step, 1.3 * step), _random(leaves.zero, seed, 3000, -1.2, -0.8)
+    return Quantized(_random_codes(leaves.words, seed), scale, zero, leaves.format)
+
+
+def _random_nonuniform(leaves: Nonuniform, seed: Array) -> Nonuniform:
+    """All slots of outliers are in use."""
+    scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
+    width = leaves.words[0].shape[1] * leaves.format.channels
+    sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, width, seed)
+    return Nonuniform(_random_codes(leaves.words, seed), scale, zero, sparse, leaves.format)
+
+
+def _random_outliers(leaves: Outliers, width: int, seed: Array) -> Outliers:
+    """A slot in each of as many runs of the `width` channels: sorted, and no channel twice."""
+    shape = leaves.index.shape
+    slot = jnp.arange(shape[1])[None, :, None]
+    begin, end = (n * width // shape[1] for n in (slot, slot + 1))
+    place = begin + (scattered(shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
+    dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint8)
+    return Outliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
+
+
+def _random_polar(leaves: Polar, seed: Array) -> Polar:
+    """Radii of about 0.2 to 1.4, arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
+    radii, angles = (2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits))
+    return Polar(
+        _random_codes(leaves.words, seed),
+        _random(leaves.radius_scale, seed, 2000, 0.06 * radii, 0.08 * radii),
+        _random(leaves.radius_zero, seed, 3000, 0.1, 0.3),
+        _random(leaves.angle_scale, seed, 4000, 0.06 * angles, 0.12 * angles),
+        _random(leaves.angle_zero, seed, 5000, -3.1, 3.1),
+        leaves.format,
+    )
+
+
+def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
+    """What a calibration would give, {} for codecs that need none: rows are about -1 .. 1, and hardly an entry is an outlier."""
+    ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
+    found = {name: uniform(struct.shape, seed, *ranges[name]) for name, struct in codec.parameters(heads).items()}
+    if "levels" in found:
+        found |= {"levels": jnp.sort(found["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
+    return found
+
+
+def rope_of(head_dim: int) -> Rope:
+    """The rotation of keys that are cached before RoPE."""
+    exponents = jnp.arange(head_dim // 2, dtype=jnp.float32) / (head_dim // 2)
+    return Rope(10000.0**-exponents, jnp.ones((), jnp.float32))
+
+
+# One side of a cache
+
+
+def bytes_of(leaves: Any) -> int:
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))
+
+
+def plan_of(spec: str, shape: Shape) -> LayerPlan:
+    """A layer whose body has room for the shape's tokens."""
+    heads, cache = shape.kv_heads * shape.group, kvq.parse(spec)
+    dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
+    return cache.layer(0, dims, cache.sink + shape.tokens + cache.recent, "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """Keys or values of a layer whose body holds all tokens, the first of them at position 0. A copy is (parameters, stored arrays); prompt
+    statistics are those of a sequence without a prompt."""
+
+    codec: Codec
+    shape: Shape
+
+    @functools.cached_property
+    def leaves(self) -> Any:
+        """The tree of `Leaf`."""
+        return self.codec.body(self.shape.batch, self.shape.kv_heads, self.shape.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stored arrays; parameters do not grow with tokens and are not counted."""
+        return bytes_of(self.leaves)
+
+    @functools.cached_property
+    def side(self) -> Side:
+        """What kernels need to know. ValueError where they cannot read it."""
+        side = self.codec.kernel_side()
+        if isinstance(side, str):
+            raise ValueError(side)
+        return side
+
+    def copy(self, seed: Array) -> tuple[dict[str, Array], Any]:
+        return random_parameters(self.codec, self.shape.kv_heads, seed), random_body(self.leaves, seed)
+
+    def arrays(self, copy: tuple[Any, Any]) -> list[Array]:
+        """What a kernel with this side reads."""
+        found = self.codec.kernel_arrays(*copy)
+        rope = rope_of(self.shape.head_dim)
+        return [*found, rope.inverse_frequencies, rope.attention_factor] if isinstance(self.side, Rotated) else found
+
+    def rows(self, copy: tuple[Any, Any]) -> Float[Array, "B K S H"]:
+        """The keys after RoPE, or the values, that a copy stands for. It may hold a part of the rows and heads."""
+        params, stored = copy
+        batch, heads, *_ = jax.tree.leaves(stored)[0].shape
+        body = load_body(self.leaves, stored)
+        rows = self.codec.decode(params, self.codec.initial_statistics(batch, heads), body)
+        positions = jnp.broadcast_to(jnp.arange(self.shape.tokens), (batch, self.shape.tokens))
+        return self.codec.vectors(params, rows, positions, rope_of(self.shape.head_dim))
+
+    def checked_rows(self, copy: tuple[Any, Any]) -> Float[Array, "1 C S H"]:
+        """`rows` of the first sequence, CHECKED_HEADS heads. Others are decoded only where heads share arrays."""
+        params, stored = copy
+        leaves = jax.tree.leaves(self.leaves)
+        apart = not params and all(len(leaf.shape) == 4 and leaf.shape[1] == self.shape.kv_heads for leaf in leaves)
+        part = checked_part(stored) if apart else jax.tree.map(lambda array: array[:1], stored)
+        return self.rows((params, part))[:, :CHECKED_HEADS]
+
+
+def checked_part(stored: Any) -> Any:
+    """What of arrays [B, K, ...] is compared with the reference."""
+    return jax.tree.map(lambda array: array[:1, :CHECKED_HEADS], stored)
+
+
+def bodies_of(spec: str, shape: Shape) -> tuple[Body, Body]:
+    """Keys and values of a cache that kernels attend to. ValueError with the dispatcher's reason where they do not."""
+    plan = plan_of(spec, shape)
+    if reason := unsupported(plan, shape.kv_heads * shape.group, 1):
+        raise ValueError(reason)
+    return Body(plan.k, shape), Body(plan.v, shape)

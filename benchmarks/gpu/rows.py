@@ -1,0 +1,163 @@
+"""Rows of the GPU kernel benchmarks, and the report that keeps them on disk while they are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.cpu.timing import Shape
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """One candidate at one shape; times are of one call (device_timing.py), or of one decode step.
+
+    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values, polarquant keys, bandwidth or step. model:
+    whose shape it is. arithmetic: of our kernels, "" for other code. bf16: keys and values are not quantized. moved_bytes: that a call must
+    move at least. cold: the copies that calls take in turn exceed the L2 twofold. idle_ms: median of the same program over no live token:
+    launches and the merge; None where a program has no such input. error: largest relative error of an output row against the reference on
+    the same codes; None where it was not measured. remark: what a reader must know of the time or the error. failure: one line, where there
+    is no time or no error that should be there.
+    """
+
+    section: str
+    model: str
+    shape: Shape
+    candidate: str
+    arithmetic: str = ""
+    bf16: bool = False
+    moved_bytes: int = 0
+    copies: int = 0
+    cold: bool = False
+    date: str = dataclasses.field(default_factory=now)
+    samples_ms: tuple[float, ...] = ()
+    idle_ms: float | None = None
+    error: float | None = None
+    remark: str = ""
+    failure: str = ""
+
+    @property
+    def mostly_launches(self) -> bool:
+        """Whether the same launches without any token take more than half of the time."""
+        return self.idle_ms is not None and bool(self.samples_ms) and self.idle_ms > 0.5 * self.median_ms
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.samples_ms)) if self.samples_ms else float("nan")
+
+    @property
+    def rate(self) -> float:
+        """Bytes that must be moved over the median time, in bytes a second."""
+        return self.moved_bytes / (self.median_ms * 1e-3)
+
+    @property
+    def name(self) -> str:
+        return f"{self.candidate} ({self.arithmetic})" if self.arithmetic else self.candidate
+
+    @property
+    def place(self) -> tuple[str, str, Shape]:
+        return self.section, self.model, self.shape
+
+    @property
+    def key(self) -> tuple[str, str, Shape, str]:
+        return *self.place, self.candidate
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> KernelRow:
+        known = {name: value for name, value in fields.items() if name != "derived"}
+        return cls(**(known | {"shape": Shape(**fields["shape"]), "samples_ms": tuple(fields["samples_ms"])}))
+
+
+@dataclasses.dataclass
+class TimingReport:
+    """Rows so far. skipped: cases for which no time was left. running: empty rows of what is being compiled or timed now, so that a file
+    which a crash left behind names its cause."""
+
+    title: str
+    command: str
+    date: str
+    device: str
+    jax_version: str
+    python_version: str
+    rows: list[KernelRow] = dataclasses.field(default_factory=list)
+    skipped: list[str] = dataclasses.field(default_factory=list)
+    running: list[KernelRow] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def here(cls, title: str, command: Sequence[str]) -> TimingReport:
+        """An empty report of this process's first device."""
+        device = jax.devices()[0].device_kind
+        return cls(title, " ".join(["python -m", *command]), now(), device, jax.__version__, platform.python_version())
+
+    def resumed(self, earlier: TimingReport) -> TimingReport:
+        """The earlier report, to go on with here. ValueError where it was begun on another device or version."""
+        for name in ("title", "device", "jax_version"):
+            if getattr(self, name) != getattr(earlier, name):
+                raise ValueError(f"cannot resume: {name} was {getattr(earlier, name)!r} and is {getattr(self, name)!r}")
+        return earlier
+
+    def median_rate(self, name: str) -> float | None:
+        """Bytes a second of the measured "copy" or "read"."""
+        found = [row.rate for row in self.rows if row.section == "bandwidth" and row.candidate == name and row.samples_ms]
+        return found[-1] if found else None
+
+    def share(self, row: KernelRow) -> float | None:
+        """Of the measured copy bandwidth."""
+        copy = self.median_rate("copy")
+        return row.rate / copy if copy and row.samples_ms and row.moved_bytes else None
+
+    def best_bf16(self, row: KernelRow) -> KernelRow | None:
+        """The fastest candidate at this row's place that does not quantize."""
+        found = [other for other in self.rows if other.place == row.place and other.bf16 and other.samples_ms]
+        return min(found, key=lambda other: other.median_ms, default=None)
+
+    def ratio(self, row: KernelRow) -> float | None:
+        """The median time over that of the best bf16 candidate. They were timed one after the other, not in turn."""
+        best = self.best_bf16(row)
+        return row.median_ms / best.median_ms if best and row.samples_ms else None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        fields = dataclasses.asdict(self) | {name: [self._row_json(row) for row in getattr(self, name)] for name in ("rows", "running")}
+        target = pathlib.Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(".part")  # so that the file is whole whenever the process ends
+        unfinished.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(target)
+
+    def _row_json(self, row: KernelRow) -> dict[str, Any]:
+        derived = {
+            "median_ms": row.median_ms if row.samples_ms else None,
+            "gb_per_s": round(row.rate / 1e9, 1) if row.samples_ms else None,
+            "share_of_copy_bandwidth": self.share(row),
+            "time_over_best_bf16": self.ratio(row),
+        }
+        return dataclasses.asdict(row) | {"derived": derived}
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> TimingReport:
+        fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        return cls(**(fields | {name: [KernelRow.from_json(row) for row in fields[name]] for name in ("rows", "running")}))
+
+
+def one_line(error: BaseException) -> str:
+    """An error as a cell of a table."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].replace("|", "/")
+
+
+def is_fatal(failure: str) -> bool:
+    """Whether an error leaves the process's GPU unusable, so that only a new process can go on."""
+    return "RESOURCE_EXHAUSTED" not in failure and any(text in failure for text in ("CUDA_ERROR", "illegal memory", "ILLEGAL_ADDRESS"))

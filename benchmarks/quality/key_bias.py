@@ -1,0 +1,255 @@
+"""Which caches collapse under a key bias, and what subtracting it gives back: a small model, two biased variants of it, and the option.
+
+    wide   `kvq stress --key-bias` (kvq_tools/evaluation/stress.py): heads of twice the width, a constant in channels that no
+           query reads. The same dense outputs. Plain is the model with the same wide heads and no constant.
+    slow   the same constant in the two slowest RoPE pairs of every head, which queries do read. Where those turn by a small angle over the
+           window, every key's score moves by the same amount and the outputs by little; KL is from the variant's own exact outputs.
+
+Numbers in benchmarks/results/README.md come from the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+import kvq_jax as kvq
+from kvq_models import EMBEDDED, Llama, load_llama, prepare
+from kvq_models.calibration.fit import calibrate
+from kvq_models.calibration.needs import needs
+from kvq_models.llama import hf_names
+from kvq_models.llama.model import abstract_llama
+from kvq_tools.evaluation import Quality, measure
+from kvq_tools.evaluation.stress import Stress, stressed
+
+PASSAGE = pathlib.Path(__file__).parents[2] / "kvq_tools" / "cli" / "passage.txt"
+SLOW_PAIRS = 2  # of each head
+SAMPLES, CALIBRATED = 16, 1024  # calibration samples, and their tokens
+WINDOWS = "sink=0,recent=32,block=32"
+CACHES = {  # what shares a scale among keys, and the cache
+    "int4": ("a token, all heads", f"int4:{WINDOWS}"),
+    "int4, keys before RoPE": ("a token, all heads", f"int4:pre_rope=true,{WINDOWS}"),
+    "int4, groups of 32": ("32 channels of a token", f"int4:group_size=32,{WINDOWS}"),
+    "nf4": ("a token, all heads", f"nf4:{WINDOWS}"),
+    "innerq 4": ("32 channels of a token, normalized", f"innerq:bits=4,{WINDOWS}"),
+    "innerq 2": ("32 channels of a token, normalized", f"innerq:bits=2,{WINDOWS}"),
+    "kivi 4": ("32 tokens of a channel", f"kivi:bits=4,{WINDOWS}"),
+    "kivi 4, keys before RoPE": ("32 tokens of a channel", f"kivi:bits=4,pre_rope=true,{WINDOWS}"),
+    "kivi 2": ("32 tokens of a channel", f"kivi:bits=2,{WINDOWS}"),
+    "squat 2": ("32 tokens of a channel", f"squat:bits=2,{WINDOWS}"),
+    "squat_pre 2": ("32 tokens of a channel", f"squat_pre:bits=2,{WINDOWS}"),
+    "kvquant 3": ("a channel, calibrated", f"kvquant:bits=3,{WINDOWS}"),
+    "polarquant 4 + 4": ("32 tokens of a pair", f"polarquant:group_size=32,{WINDOWS}"),
+    "xquant 4": ("latents, without the bias", f"xquant:group_size=32,{WINDOWS}"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One cache of a plain model, of its biased variant, and of that one with the option, if the cache takes it."""
+
+    plain: Quality
+    biased: Quality
+    subtracted: Quality | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasRow:
+    """One cache; `refused` says why it does not take the option."""
+
+    label: str
+    shares: str
+    cache: str
+    refused: str
+    wide: Variant
+    slow: Variant
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasReport:
+    """Rows and what they were measured on. Tokens of a window's prompt are prefilled and not scored."""
+
+    title: str
+    command: str
+    date: str
+    model: str
+    jax_version: str
+    text: str
+    calibration_text: str
+    text_sha256: str
+    windows: int
+    window: int
+    prompt: int
+    key_bias: float
+    seed: int
+    perplexities: dict[str, float]  # of the exact models
+    rows: tuple[BiasRow, ...]
+
+    def write(self, file: pathlib.Path) -> None:
+        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: pathlib.Path) -> BiasReport:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+
+        def variant(found: dict[str, Any]) -> Variant:
+            given: dict[str, Any] = {name: quality and Quality(**quality) for name, quality in found.items()}
+            return Variant(**given)
+
+        rows = ({**row, "wide": variant(row["wide"]), "slow": variant(row["slow"])} for row in fields.pop("rows"))
+        return cls(**fields, rows=tuple(BiasRow(**row) for row in rows))
+
+
+def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Array, "B T"]:
+    """Windows of a text, equally spaced, each after the token that opens it. ValueError where the text is too short."""
+    if len(ids) < count * (width - 1) + 1:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than {count} windows of {width}")
+    starts = np.linspace(1, len(ids) - width + 1, count).astype(int)
+    return jnp.asarray(np.stack([np.concatenate([ids[:1], ids[s : s + width - 1]]) for s in starts]))
+
+
+def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
+    """The model with a constant of random signs in the slowest RoPE pairs of its keys, before RoPE."""
+    config, rng = llama.config, np.random.default_rng([seed, 3])
+    widths = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads, "v_proj": config.num_key_value_heads}
+    biases = {f"{name}.bias": np.zeros(heads * config.head_dim) for name, heads in widths.items()}
+    weights = {path: weight.leaf for path, weight in hf_names.weights(llama).items()}
+    for layer in range(config.num_hidden_layers):
+        constant = np.zeros((config.num_key_value_heads, 2, config.head_dim // 2))
+        constant[..., -SLOW_PAIRS:] = magnitude * rng.choice([-1.0, 1.0], constant[..., -SLOW_PAIRS:].shape)
+        new = {**biases, "k_proj.bias": constant.ravel(), "o_proj.bias": np.zeros(config.hidden_size)}
+        for name, bias in new.items():
+            path = f"layers.{layer}.{name}"
+            weights[path] = weights.get(path, 0) + jnp.asarray(bias, jnp.float32)
+    biased = dataclasses.replace(config, model_type="llama", qkv_bias=True, o_bias=True)
+    return hf_names.replace_weights(abstract_llama(biased), weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What is scored, and what caches that need it are calibrated on."""
+
+    rows: Int[Array, "B T"]
+    prompt: int
+    calibration: Int[np.ndarray, " S"]
+
+    def prepared(self, llama: Llama, cache: str) -> Llama:
+        """With what the cache needs. ValueError where the model or the cache refuses."""
+        spec = kvq.parse(cache)
+        if not needs(spec, llama.config):
+            return prepare(llama, spec)
+        with tempfile.TemporaryDirectory() as work:
+            length = min(CALIBRATED, len(self.calibration) // 2)
+            return prepare(llama, spec, calibrate(llama, self.calibration, spec, samples=SAMPLES, length=length, work=work))
+
+    def through(self, llama: Llama, cache: str) -> Quality:
+        return measure(self.prepared(llama, cache), cache, self.rows, self.prompt)
+
+
+def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -> BiasRow:
+    """One cache of `CACHES` through all models; `models` are (plain, biased) by the variant's name."""
+    shares, cache = CACHES[label]
+    option, refused = f"{cache},subtract_bias=true", ""
+    try:
+        texts.prepared(models["wide"][1], option)
+    except ValueError as error:
+        refused = str(error)
+
+    def variant(plain: Llama, biased: Llama) -> Variant:
+        subtracted = None if refused else texts.through(biased, option)
+        return Variant(texts.through(plain, cache), texts.through(biased, cache), subtracted)
+
+    return BiasRow(label, shares, cache, refused, **{name: variant(*pair) for name, pair in models.items()})
+
+
+def run(options: argparse.Namespace) -> BiasReport:
+    """ValueError where the model cannot have a key bias, or the text is too short."""
+    llama, tokenizer = load_llama(options.model, dtype="float32")
+    text = options.text.read_text(encoding="utf-8")
+    scored, calibration = (
+        np.asarray(tokenizer(found, verbose=False).input_ids, np.int32)
+        for found in (text, options.calibration_text.read_text(encoding="utf-8"))
+    )
+    texts = Texts(text_windows(scored, options.windows, options.window), options.prompt, calibration)
+    models = {
+        "wide": (stressed(llama, Stress(key_bias=0.0)), stressed(llama, Stress(key_bias=options.key_bias, seed=options.seed))),
+        "slow": (llama, with_slow_bias(llama, options.key_bias, options.seed)),
+    }
+    exact = {"plain": llama, **{name: biased for name, (_, biased) in models.items()}}
+    perplexities = {name: texts.through(model, "dense").perplexity for name, model in exact.items()}
+    print("exact perplexity:", ", ".join(f"{name} {value:.4f}" for name, value in perplexities.items()), file=sys.stderr, flush=True)
+    found = []
+    for label in CACHES:
+        found.append(measured(models, label, texts))
+        for name in models:
+            kls = (f"{what} {quality['kl']:.5f}" for what, quality in dataclasses.asdict(getattr(found[-1], name)).items() if quality)
+            print(f"{label:26s} {name}: KL {', '.join(kls)}", file=sys.stderr, flush=True)
+    return BiasReport(
+        title="Key biases, and caches without them",
+        command=_command(options),
+        date=datetime.date.today().isoformat(),
+        model="the embedded Llama" if options.model == EMBEDDED else options.model.name,
+        jax_version=jax.__version__,
+        text=options.text.name,
+        calibration_text=options.calibration_text.name,
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        windows=options.windows,
+        window=options.window,
+        prompt=options.prompt,
+        key_bias=options.key_bias,
+        seed=options.seed,
+        perplexities=perplexities,
+        rows=tuple(found),
+    )
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command line, with files by their names."""
+    files = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
+    files += [] if options.text == PASSAGE else [f"--text {options.text.name}"]
+    files += [] if options.calibration_text == PASSAGE else [f"--calibration-text {options.calibration_text.name}"]
+    sizes = (f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("key_bias", "windows", "window", "prompt", "seed"))
+    return " ".join(["python -m benchmarks.quality.key_bias", *files, *sizes, f"--json {options.json.name}"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality.key_bias",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
+    parser.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="a Hugging Face directory")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what is scored")
+    parser.add_argument(
+        "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what caches that need it are calibrated on"
+    )
+    parser.add_argument("--key-bias", type=float, default=100.0, help="magnitude of the constant")
+    parser.add_argument("--windows", type=int, default=4, help="windows of the text")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a window that are a prompt, and not scored")
+    parser.add_argument("--seed", type=int, default=0, help="draws the signs of the constants")
+    options = parser.parse_args(argv)
+    try:
+        report = run(options)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{error}\n")
+    report.write(options.json)
+    print(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""How well the prompt's queries tell where later queries lie, and what that is worth: Figure 2 of the SQuat paper on the embedded model.
+
+The model reads a prompt and writes a response without any quantization, so that errors do not change what is written (Appendix E.1).
+
+    deviation = mean |q - proj(q)| / |q|              of the response's queries q from the r largest singular directions of other queries
+    error     = mean |q . (k^ - k)| / sqrt(H)         of the response's queries with the prompt's keys, all of them quantized to 2 bits
+
+Figure 2 looks at queries and keys before RoPE. Here are both, for a score is made of queries and keys after it; what becomes of the errors
+where other queries span the subspace or meet the keys (the prompt's own, the response's, the prompt's turned to the response's positions);
+and how well the text that follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot beside it:
+
+    python -m benchmarks.quality.squat_subspace --json benchmarks/results/squat_subspace.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvq_jax as kvq
+from kvq_jax.methods.squat import subspace
+from kvq_models import EMBEDDED, Llama, Sampling, generate, load_llama, prefill, score
+from kvq_models.llama.model import causal_attention
+from kvq_models.llama.rope import rope_for
+
+ROOT = pathlib.Path(__file__).parents[2]
+RANKS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+SCORE_RANKS = (1, 5, 20, 64)
+LAMS = (1e-5, 1e-4, 1e-3, 1e-2)
+AHEAD = "block_channels=8,ahead=256"  # as far as the default response goes
+CACHES = (  # in what they predict
+    "dense",
+    "kivi",
+    "squat:lam=0.0001",
+    "squat",
+    "squat:rank=64",
+    f"squat:rank=64,{AHEAD}",
+    "kivi:pre_rope=true",
+    "squat_pre:lam=0.0001",
+    "squat_pre",
+    "squat_pre:rank=64,block_channels=8",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """source: whose queries span the subspace. rope: queries after RoPE. values: one for each rank of the report."""
+
+    source: str
+    rope: bool
+    layer: int
+    values: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreError:
+    """setting: which keys are coded and which queries they meet. rank and lam are None for KIVI."""
+
+    setting: str
+    rank: int | None
+    lam: float | None
+    layer: int
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """nats: mean -log p of the tokens after a prompt, read from a cache without exact windows."""
+
+    cache: str
+    tokens: int
+    nats: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SubspaceReport:
+    """What was measured, and on what. ranks: of the deviations."""
+
+    title: str
+    command: str
+    date: str
+    model: str
+    jax_version: str
+    text: str
+    other_text: str
+    prompt_tokens: int
+    response_tokens: int
+    ranks: tuple[int, ...]
+    deviations: tuple[Deviation, ...]
+    errors: tuple[ScoreError, ...]
+    predictions: tuple[Prediction, ...]
+
+    def write(self, file: pathlib.Path) -> None:
+        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: pathlib.Path) -> SubspaceReport:
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        fields["deviations"] = tuple(Deviation(**{**row, "values": tuple(row["values"])}) for row in fields["deviations"])
+        fields["errors"] = tuple(ScoreError(**row) for row in fields["errors"])
+        fields["predictions"] = tuple(Prediction(**row) for row in fields["predictions"])
+        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
+
+    def deviation(self, source: str, rope: bool) -> Float[np.ndarray, " ranks"]:
+        """Mean over the layers."""
+        return np.mean([row.values for row in self.deviations if (row.source, row.rope) == (source, rope)], axis=0)
+
+    def ratio(self, setting: str, rank: int, lam: float) -> float:
+        """SQuat's error over KIVI's, the geometric mean over the layers."""
+        found = {(row.rank, row.lam, row.layer): row.error for row in self.errors if row.setting == setting}
+        layers = sorted({layer for *_, layer in found})
+        return float(np.exp(np.mean([np.log(found[rank, lam, layer] / found[None, None, layer]) for layer in layers])))
+
+
+def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerInputs]:
+    """Queries, keys and values of one sequence at every layer, from the exact forward pass."""
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    valid, rope = positions >= 0, rope_for(llama.config, len(tokens))
+    hidden = llama.embed_tokens(jnp.asarray(tokens, jnp.int32)[None])
+    found = []
+    for layer in llama.layers:
+        inputs = layer.attention_inputs(hidden, positions, valid, rope)
+        hidden = layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid))
+        found.append(inputs)
+    return found
+
+
+def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs:
+    """Tokens start .. stop - 1 alone; positions are kept."""
+    cut: dict[str, Any] = {f: getattr(inputs, f)[:, :, start:stop] for f in ("q_pre", "q_rot", "k_pre", "k_rot", "v")}
+    return dataclasses.replace(inputs, x=None, positions=inputs.positions[:, start:stop], valid=inputs.valid[:, start:stop], **cut)
+
+
+def before_rope(inputs: kvq.LayerInputs) -> kvq.LayerInputs:
+    """The same layer in a model without RoPE: what Figure 2 looks at."""
+    assert inputs.q_pre is not None
+    assert inputs.k_pre is not None
+    return dataclasses.replace(inputs, q_rot=inputs.q_pre, k_rot=inputs.k_pre)
+
+
+def score_error(queries: Float[Array, "1 N R H"], keys: Float[Array, "1 K T H"], coded: Float[Array, "1 K T H"]) -> float:
+    """mean |q . (k^ - k)| / sqrt(H) over the queries of every KV head's group and its keys."""
+    _, heads, _, head_dim = keys.shape
+    grouped = queries.reshape(heads, -1, head_dim)
+    return float(jnp.mean(jnp.abs(jnp.einsum("krh,kth->krt", grouped, (coded - keys)[0])))) / head_dim**0.5
+
+
+def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H"], heads: int) -> Float[np.ndarray, " H"]:
+    """Mean deviation of `queries`, normalized, from the subspaces of rank 1, 2, ... H of `spanning`; both of the same KV heads."""
+    matrix = subspace.gram(spanning, jnp.ones((1, spanning.shape[2]), bool), heads)
+    _, vectors = subspace.directions(matrix, matrix.shape[-1], "eigh")
+    grouped = queries.reshape(heads, -1, queries.shape[-1])
+    unit = grouped / jnp.linalg.norm(grouped, axis=-1, keepdims=True)
+    inside = jnp.cumsum(jnp.square(jnp.einsum("kth,khr->ktr", unit, vectors[0])), axis=-1)
+    return np.asarray(jnp.mean(jnp.sqrt(jnp.maximum(1 - inside, 0)), axis=(0, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A method beside KIVI on the prompt's keys: whose queries it sees, and which queries meet the keys."""
+
+    name: str
+    squat: str
+    kivi: str
+    given: kvq.LayerInputs
+    asking: Float[Array, "1 N R H"]
+
+
+def settings(inputs: kvq.LayerInputs, prompt: int) -> list[Setting]:
+    plain, given, later = before_rope(inputs), tokens_of(inputs, 0, prompt), inputs.q_rot[:, :, prompt:]
+    known = jnp.tile(later, (1, 1, -(-prompt // later.shape[2]), 1))[:, :, :prompt]
+    pre = "kivi:pre_rope=true"
+    return [
+        Setting("queries and keys before RoPE", "squat", "kivi", tokens_of(plain, 0, prompt), plain.q_rot[:, :, prompt:]),
+        Setting("squat", "squat", "kivi", given, later),
+        Setting("squat, 4 bits", "squat:bits=4", "kivi:bits=4", given, later),
+        Setting("squat, met by the prompt's own queries", "squat", "kivi", given, given.q_rot),
+        Setting("squat, spanned by the response's queries", "squat", "kivi", dataclasses.replace(given, q_rot=known), later),
+        Setting("squat:ahead=256", "squat:ahead=256", "kivi", given, later),
+        Setting("squat:ahead=256,block_channels=8", "squat:ahead=256,block_channels=8", "kivi", given, later),
+        Setting("squat_pre", "squat_pre", pre, given, later),
+        Setting("squat_pre:block_channels=8", "squat_pre:block_channels=8", pre, given, later),
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _coded(spec: str, inputs: kvq.LayerInputs) -> Float[Array, "B K T H"]:
+    return kvq.roundtrip_layer(spec, inputs)[0]
+
+
+def layer_errors(inputs: kvq.LayerInputs, prompt: int, layer: int) -> Iterator[ScoreError]:
+    """KIVI and SQuat on the prompt's keys, in every setting."""
+    for setting in settings(inputs, prompt):
+        grid = [(rank, lam) for rank in SCORE_RANKS for lam in LAMS]
+        specs: dict[tuple[int | None, float | None], str] = {(None, None): setting.kivi}
+        specs |= {(rank, lam): f"{setting.squat}{',' if ':' in setting.squat else ':'}rank={rank},lam={lam:f}" for rank, lam in grid}
+        for (rank, lam), spec in specs.items():
+            coded = _coded(spec, setting.given)
+            yield ScoreError(setting.name, rank, lam, layer, round(score_error(setting.asking, setting.given.k_rot, coded), 6))
+
+
+def layer_deviations(response: kvq.LayerInputs, sources: dict[str, kvq.LayerInputs], layer: int) -> Iterator[Deviation]:
+    heads = response.k_rot.shape[1]
+    for rope in (False, True):
+        for source, given in sources.items():
+            spanning, queries = (i.q_rot if rope else before_rope(i).q_rot for i in (given, response))
+            found = deviations(spanning, queries, heads)
+            yield Deviation(source, rope, layer, tuple(round(float(found[rank - 1]), 5) for rank in RANKS))
+
+
+def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following: int) -> Iterator[Prediction]:
+    """Windows of the text, side by side: their first `prompt` tokens are prefilled, the next are scored through the cache."""
+    count = len(ids) // (prompt + following)
+    windows = ids[: count * (prompt + following)].reshape(count, -1)
+    for spec in CACHES:
+        cache = kvq.init_cache(f"{spec}{',' if ':' in spec else ':'}recent=0", llama.config, count, prompt + following + 32, "float32")
+        _, cache = prefill(llama, cache, windows[:, :prompt])
+        logprobs, _ = score(llama, cache, windows[:, prompt:])
+        yield Prediction(spec, count * (following - 1), round(-float(jnp.sum(logprobs)) / (count * (following - 1)), 5))
+
+
+def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, command: str) -> SubspaceReport:
+    """ValueError where a text is too short."""
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    ids, other_ids = (np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32) for f in (text, other))
+    total = prompt + response
+    if len(ids) < 2 * total or len(other_ids) < total:
+        raise ValueError(f"{text.name} must have {2 * total} tokens and {other.name} {total}; they have {len(ids)} and {len(other_ids)}")
+    cache = kvq.init_cache("dense", llama.config, 1, total, "float32")
+    out = generate(llama, cache, ids[None, :prompt], max_new_tokens=response, sampling=Sampling(temperature=1.0), key=jax.random.key(0))
+    written = np.concatenate([ids[:prompt], np.asarray(out.tokens)[0, -response:]])
+    layers = zip(*(layer_inputs(llama, tokens) for tokens in (written, ids[-total:], other_ids[:total])), strict=True)
+    found_deviations: list[Deviation] = []
+    found_errors: list[ScoreError] = []
+    for i, (inputs, elsewhere, foreign) in enumerate(layers):
+        sources = {
+            "prompt": tokens_of(inputs, 0, prompt),
+            "prompt and response": inputs,
+            "another part": elsewhere,
+            "another text": foreign,
+        }
+        found_deviations += layer_deviations(tokens_of(inputs, prompt, total), sources, i)
+        found_errors += layer_errors(inputs, prompt, i)
+    return SubspaceReport(
+        title="The subspace of SQuat",
+        command=command,
+        date=datetime.date.today().isoformat(),
+        model="the embedded Llama, float32",
+        jax_version=jax.__version__,
+        text=text.name,
+        other_text=other.name,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        ranks=RANKS,
+        deviations=tuple(found_deviations),
+        errors=tuple(found_errors),
+        predictions=tuple(predictions(llama, ids, prompt, response)),
+    )
+
+
+def draw(report: SubspaceReport) -> Any:
+    """A figure: deviations by rank on the left, errors relative to KIVI's by lam on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    for i, source in enumerate(dict.fromkeys(row.source for row in report.deviations)):
+        for rope, style in ((False, "-"), (True, "--")):
+            label = f"{source}, {'after' if rope else 'before'} RoPE"
+            left.plot(report.ranks, report.deviation(source, rope), style, color=f"C{i}", marker="o", markersize=3, label=label)
+    left.set(xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1))
+    for i, setting in enumerate(("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")):
+        for rank, style in ((5, "-"), (64, "--")):
+            ratios = [report.ratio(setting, rank, lam) for lam in LAMS]
+            right.plot(LAMS, ratios, style, color=f"C{i}", marker="o", markersize=3, label=f"{setting}, rank {rank}")
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.set(xscale="log", yscale="log", xlabel="lam", ylabel="error of q . k, relative to KIVI's")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    figure.suptitle(
+        f"{report.model}: {report.prompt_tokens} tokens of {report.text}, then {report.response_tokens} of its own; mean of the layers"
+    )
+    figure.tight_layout()
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.squat_subspace", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="default: the demo's")
+    parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="another kind; default: LICENSE")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--response", type=int, default=256, help="tokens of the response (default: %(default)s)")
+    args = parser.parse_args(argv)
+    command = f"python -m benchmarks.quality.squat_subspace --json {args.json.name} --prompt {args.prompt} --response {args.response}"
+    try:
+        report = run(args.text, args.other_text, args.prompt, args.response, command)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{error}\n")
+    report.write(args.json)
+    draw(report).savefig(args.json.with_suffix(".png"), dpi=110)
+    print(args.json)
+
+
+if __name__ == "__main__":
+    main()

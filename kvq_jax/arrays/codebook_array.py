@@ -1,0 +1,124 @@
+"""The non-uniformly quantized array: packed codes that stand for levels, a scale and a zero, perhaps exact outliers.
+
+    x[b, k, t, h]  ~  levels[code[b, k, t, h]] * scale + zero   (+ residual, where (t, k * H + h) is an outlier)
+
+Levels are sorted and lie in [-1, 1]. Scale and zero are half the range and its middle: of a channel, fixed and kept by the method (then
+they are not part of the array), or of a token's group of channels, found when the token is coded. Source: Hooper et al., KVQuant, sections
+3.3 and 3.4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.arrays import sparse_outliers
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.codebooks import look_up, nearest_codes
+from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
+from kvq_jax.arrays.sparse_outliers import Outliers
+from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.uniform import saturation_limit
+
+Rows = Float[Array, "B K T H"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelFormat:
+    """How a body is quantized. Static and hashable.
+
+    group: channels of a token that share a stored scale and zero; None where these belong to channels and are not stored. slots: exact
+    entries of a token's whole KV width; `overflows` where it may have more outliers than that, which are counted. scale_dtype: of scales
+    and zeros; residuals are float32 where it is, float16 otherwise.
+    """
+
+    bits: int
+    channels: int
+    block: int
+    group: ChannelGroup | None
+    slots: int = 0
+    overflows: bool = False
+    scale_dtype: str = "float16"
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return plane_layout(self.bits, self.channels, self.block)
+
+    @property
+    def residual_dtype(self) -> str:
+        return "float32" if self.scale_dtype == "float32" else "float16"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nonuniform:
+    """words: int16 [B, K, S/n, w] for each plane set; scale, zero [B, K / heads, H / channels, S] of `format.group`, or None; outliers:
+    None without slots."""
+
+    words: Words
+    scale: Float[Array, "B groups rest S"] | None
+    zero: Float[Array, "B groups rest S"] | None
+    outliers: Outliers | None
+    format: LevelFormat = dataclasses.field(metadata={"static": True})
+
+
+def leaves(format: LevelFormat, batch: int, heads: int, tokens: int) -> Nonuniform:
+    """The `Nonuniform` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+    layout, group = format.layout, format.group
+    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
+    scale = group and Leaf(group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
+    sparse = sparse_outliers.leaves(batch, tokens, format.slots, format.residual_dtype, format.overflows) if format.slots else None
+    return Nonuniform(words, scale, scale, sparse, format)  # type: ignore[arg-type]  # a tree of descriptions
+
+
+def quantize(
+    rows: Rows,
+    format: LevelFormat,
+    levels: Float[Array, " entries"],
+    values: Float[Array, " entries"],
+    scale: Float[Array, "..."],
+    zero: Float[Array, "..."],
+    exact: Bool[Array, "B K T H"] | None = None,
+) -> Nonuniform:
+    """Codes finite rows: the nearest of `levels` to (x - zero) / scale, which will be read as the same entry of `values`.
+
+    scale and zero are as they are stored where the format stores them, and broadcast against the rows where not. `exact` marks the entries
+    that get a slot; residuals are taken against what is decoded, so their rounding is the only error that they leave.
+    """
+    group = format.group
+    wide_scale, wide_zero = (statistic.astype(jnp.float32) if group is None else group.spread(statistic) for statistic in (scale, zero))
+    codes = nearest_codes((rows - wide_zero) / jnp.where(wide_scale == 0, 1, wide_scale), levels)
+    sparse = None
+    if format.slots:
+        assert exact is not None, "a format with slots needs to know what they are for"
+        dense = look_up(values, codes) * wide_scale + wide_zero
+        sparse = sparse_outliers.collect(rows - dense, exact, format.slots, format.residual_dtype, format.overflows)
+    words = pack(codes, format.layout)
+    return Nonuniform(words, *((None, None) if group is None else (scale, zero)), sparse, format)
+
+
+def codes(body: Nonuniform) -> Int[Array, "B K T H"]:
+    return unpack(body.words, body.format.layout)
+
+
+def dequantize(body: Nonuniform, values: Float[Array, " entries"], scale: Array | None = None, zero: Array | None = None) -> Rows:
+    """fp32 rows [B, K, T, H]. scale and zero where the format does not store them, broadcast against the rows."""
+    group = body.format.group
+    if group is not None:
+        assert body.scale is not None, "the format stores scales"
+        assert body.zero is not None, "the format stores zeros"
+        scale, zero = group.spread(body.scale), group.spread(body.zero)
+    assert scale is not None, "a format of channels needs their scales"
+    assert zero is not None, "a format of channels needs their zeros"
+    dense = look_up(values, codes(body)) * scale + zero
+    return dense if body.outliers is None else sparse_outliers.add(dense, body.outliers)
+
+
+def half_range(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
+    """(scale, zero) = ((high - low) / 2, (high + low) / 2), rounded as they are stored."""
+    limit = saturation_limit(dtype)
+    low, high = (jnp.clip(bound, -limit, limit) for bound in (low, high))
+    return ((high - low) / 2).astype(dtype), ((high + low) / 2).astype(dtype)

@@ -1,0 +1,154 @@
+"""The quantized array: packed codes with one scale (and zero) for each group, as a value with one invariant.
+
+    x[b, k, t, h]  ~  code[b, k, t, h] * scale[group] + zero[group]
+
+A group is `group_size` neighbouring channels of one token (grouped over "channels": InnerQ keys, KIVI values) or `group_size` neighbouring
+tokens of one channel (grouped over "tokens": KIVI keys, InnerQ values).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.arrays import uniform
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
+from kvq_jax.arrays.stored import Leaf
+
+Axis = Literal["channels", "tokens"]
+Scheme = Literal["asym", "sym", "hybrid"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFormat:
+    """How a body is quantized. Static and hashable.
+
+    `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the sign), which `code_bits` includes.
+    `scale_dtype` is the dtype of scales and zeros. `heads`: how many heads a group spans (over channels only; 1, or more where it is all H
+    channels of each).
+    """
+
+    bits: int
+    scheme: Scheme
+    axis: Axis
+    group_size: int
+    channels: int
+    block: int
+    scale_dtype: str = "float16"
+    heads: int = 1
+
+    @property
+    def channel_group(self) -> ChannelGroup:
+        return ChannelGroup(self.heads, self.group_size)
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits + (self.scheme != "asym")
+
+    @property
+    def stores_zero(self) -> bool:
+        return self.scheme != "sym"
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return plane_layout(self.code_bits, self.channels, self.block)
+
+    @property
+    def centre(self) -> int:
+        """The code that stands for 0 in the symmetric scheme: zero = -centre * scale."""
+        return 2**self.bits - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """x ~ code * scale + zero.
+
+    words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K/heads, H/group, S] where grouped over channels,
+    [B, K, S/group, H] where grouped over tokens; zero is None in the symmetric scheme, where it is -(2^bits - 1) * scale.
+    """
+
+    words: Words
+    scale: Float[Array, "B K groups rest"]
+    zero: Float[Array, "B K groups rest"] | None
+    format: GroupFormat = dataclasses.field(metadata={"static": True})
+
+
+def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> Quantized:
+    """The `Quantized` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+    layout = format.layout
+    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
+    if format.axis == "channels":
+        scale = Leaf(format.channel_group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
+    else:
+        scale = Leaf((batch, heads, tokens // format.group_size, format.channels), format.scale_dtype, 2)
+    return Quantized(words, scale, scale if format.stores_zero else None, format)  # type: ignore[arg-type]  # a tree of descriptions
+
+
+def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> Quantized:
+    """Quantizes rows [B, K, T, H], T a multiple of the block. `scheme` may name the scheme of these rows where a hybrid body takes
+    symmetric ones."""
+    scheme = scheme or format.scheme
+    b, k, t, h = rows.shape
+    grouped: Array
+    axis: int | tuple[int, ...]
+    if format.axis == "channels":
+        grouped, axis = format.channel_group.cut(rows), ChannelGroup.AXES
+    else:
+        grouped, axis = rows.reshape(b, k, t // format.group_size, format.group_size, h), 3
+    quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme]
+    group = quantizer(grouped, format.bits, axis, jnp.dtype(format.scale_dtype))
+    if format.stores_zero and group.zero is None:
+        group = uniform.with_stored_zero(group, format.bits)
+
+    def stored(statistic: Array) -> Array:
+        return format.channel_group.stored(statistic) if format.axis == "channels" else jnp.squeeze(statistic, axis)
+
+    zero = None if group.zero is None else stored(group.zero)
+    return Quantized(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
+
+
+def codes(body: Quantized) -> Int[Array, "B K T H"]:
+    """The unsigned codes [B, K, T, H], sign included where there is one."""
+    return unpack(body.words, body.format.layout)
+
+
+def per_element(statistic: Float[Array, "B K groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
+    """A stored scale or zero, in fp32, repeated to one entry for each element."""
+    if format.axis == "channels":
+        return format.channel_group.spread(statistic)
+    return jnp.repeat(statistic.astype(jnp.float32), format.group_size, axis=2)
+
+
+def zeros(body: Quantized) -> Float[Array, "B K groups rest"]:
+    """The zero of each group in fp32, stored or implied."""
+    if body.zero is not None:
+        return body.zero.astype(jnp.float32)
+    return -body.format.centre * body.scale.astype(jnp.float32)
+
+
+def dequantize(body: Quantized) -> Float[Array, "B K T H"]:
+    """code * scale + zero, fp32 [B, K, T, H]. Exact for the codes."""
+    scale = per_element(body.scale, body.format)
+    return codes(body).astype(jnp.float32) * scale + per_element(zeros(body), body.format)
+
+
+def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+    return tuple(d for d in sorted({*small, *(size // d for d in small)}) if d <= (up_to or size))
+
+
+def resolve_group(requested: int, size: int, what: str, largest: int = 32) -> int:
+    """The group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to `largest`. ValueError lists the
+    divisors."""
+    if requested == 0:
+        return divisors(size, largest)[-1]
+    if size % requested:
+        raise ValueError(f"group_size={requested} does not divide {what} ({size}); divisors: {', '.join(map(str, divisors(size)))}")
+    return requested

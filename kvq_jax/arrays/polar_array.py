@@ -1,0 +1,221 @@
+"""The polar form of keys: an angle and a radius for each RoPE pair (i, i + H/2), coded together.
+
+    k_i = r cos(theta),  k_{i+H/2} = r sin(theta)               code = radius code << angle_bits | angle code
+
+    grouped   v ~ (code + 1/2) * step + least, with step = (most - least) / 2^b, for r and for theta of a pair and a group of tokens
+    global    theta ~ code * 2 pi / 2^b - pi,  r ~ code * step of the pair, one for the whole sequence
+
+Angles lie on a circle, so the least of a group depends on where the circle is cut open. It is cut in the largest gap between a group's
+angles, which makes the range the smallest possible. Source: Wu et al., PolarQuant, sections 3.1 and 3.2, and its public code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.arrays.codebooks import look_up
+from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
+from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.uniform import saturation_limit
+
+Grid = Literal["grouped", "global"]
+Cut = Literal["gap", "fixed"]
+TURN = 2 * math.pi
+
+Pairs = Float[Array, "B K T half"]
+OfGroups = Float[Array, "B K groups half"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolarFormat:
+    """How keys are coded. Static and hashable. cut: where the circle of a group's angles is opened, "fixed" at the angle 0."""
+
+    angle_bits: int
+    radius_bits: int
+    channels: int
+    block: int
+    group_size: int
+    grid: Grid = "grouped"
+    cut: Cut = "gap"
+    scale_dtype: str = "float16"
+
+    @property
+    def half(self) -> int:
+        return self.channels // 2
+
+    @property
+    def layout(self) -> PlaneLayout:
+        return plane_layout(self.angle_bits + self.radius_bits, self.half, self.block)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Polar:
+    """words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token; the others [B, K, S/group, H/2], None on the global
+    grid: step and least of the radii and of the angles."""
+
+    words: Words
+    radius_scale: OfGroups | None
+    radius_zero: OfGroups | None
+    angle_scale: OfGroups | None
+    angle_zero: OfGroups | None
+    format: PolarFormat = dataclasses.field(metadata={"static": True})
+
+
+def leaves(format: PolarFormat, batch: int, heads: int, tokens: int) -> Polar:
+    """The `Polar` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+    layout = format.layout
+    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
+    of_groups = Leaf((batch, heads, tokens // format.group_size, format.half), format.scale_dtype, 2)
+    return Polar(words, *[of_groups if format.grid == "grouped" else None] * 4, format)  # type: ignore[arg-type]  # a tree of descriptions
+
+
+def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
+    """(radius, angle in [-pi, pi), which pairs are finite) in fp32. A NaN counts as 0, an infinite entry as one of magnitude `limit`, which
+    bounds radii too."""
+    x, y = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
+    finite = jnp.isfinite(x) & jnp.isfinite(y)
+    x, y = (jnp.where(jnp.isnan(part), 0, jnp.clip(part, -limit, limit)) for part in (x, y))
+    angle = jnp.arctan2(y, x)
+    return jnp.minimum(jnp.hypot(x, y), limit), jnp.where(angle >= math.pi, -math.pi, angle), finite
+
+
+def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Array, "B K 1 half"] | None = None) -> Polar:
+    """Codes keys [B, K, T, H] after RoPE, T a multiple of the block. step: of the radii, on the global grid."""
+    radius, angle, finite = to_polar(rows, saturation_limit(format.scale_dtype))
+    if format.grid == "global":
+        assert step is not None, "the global grid has a step for each pair"
+        codes = _global_codes(radius, angle, step, format)
+        return Polar(pack(codes, format.layout), None, None, None, None, format)
+    r, a = (_in_groups(part, format.group_size) for part in (radius, angle))
+    counted = _in_groups(finite, format.group_size)
+    radius_codes, radius_scale, radius_zero = _floor_codes(r, counted, format.radius_bits, format)
+    start = _start(a, counted & (r > 0)) if format.cut == "gap" else jnp.zeros_like(a[:, :, :, :1])
+    a = start + jnp.mod(a - start, TURN)
+    angle_codes, angle_scale, angle_zero = _floor_codes(a, counted & (r > 0), format.angle_bits, format)
+    codes = (radius_codes << format.angle_bits | angle_codes).reshape(radius.shape)
+    return Polar(pack(codes, format.layout), radius_scale, radius_zero, angle_scale, angle_zero, format)
+
+
+def dequantize(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K T H"]:
+    """fp32 keys [B, K, T, H]. step: of the radii, on the global grid."""
+    return jnp.concatenate(key_halves(body, step), axis=-1)
+
+
+def key_halves(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> tuple[Pairs, Pairs]:
+    """(k_i, k_{i+H/2}) in fp32. cos and sin are chosen from tables, which for groups are made once for all tokens of a group."""
+    format = body.format
+    radius, angle_codes = _radii_and_codes(body, step)
+    if format.grid == "global":
+        x, y = (radius * look_up(f(_full_circle(format)), angle_codes) for f in (jnp.cos, jnp.sin))
+        return x, y
+    low, high, low_codes, high_codes = *_half_tables(body), *_halves(angle_codes, format)
+    (a, b), (c, d) = (look_up(t, low_codes) for t in low), (look_up(t, high_codes) for t in high)
+    x, y = radius * (c * a - d * b), radius * (d * a + c * b)
+    shape = (*radius.shape[:2], -1, format.half)
+    return x.reshape(shape), y.reshape(shape)
+
+
+def row_scores(q: Float[Array, "B K 1 H"], body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K 1 T"]:
+    """q . k for one query row, fp32: its products with the angles are looked up and multiplied by the radius; no key is made.
+
+    Global grid: from a table of q_i cos(theta) + q_{i+H/2} sin(theta), 2^angle_bits entries for each pair, one for the whole cache. Groups:
+    with theta = high + low as in `_half_tables`,
+
+        q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low)) + sin(high) (q_{i+H/2} cos(low) - q_i sin(low)))
+    """
+    format = body.format
+    radius, angle_codes = _radii_and_codes(body, step)
+    x, y = jnp.split(q.astype(jnp.float32)[None], 2, axis=-1)  # [1, B, K, 1, H/2]
+    if format.grid == "global":
+        cos, sin = (f(_full_circle(format)) for f in (jnp.cos, jnp.sin))
+        products = look_up(x * cos + y * sin, angle_codes)
+    else:
+        ((cos, sin), high), (low_codes, high_codes) = _half_tables(body), _halves(angle_codes, format)
+        x, y = x[..., None, :], y[..., None, :]
+        along, across = look_up(x * cos + y * sin, low_codes), look_up(y * cos - x * sin, low_codes)
+        products = look_up(high[0], high_codes) * along + look_up(high[1], high_codes) * across
+    # a dot with ones: XLA's CPU backend does not vectorize a sum over the last axis
+    rows, ones = (radius * products).reshape(-1, format.half), jnp.ones((format.half, 1), jnp.float32)
+    return jnp.dot(rows, ones, precision=lax.Precision.HIGHEST).reshape(*radius.shape[:2], 1, -1)
+
+
+def _radii_and_codes(body: Polar, step: Array | None) -> tuple[Array, Array]:
+    """(radii in fp32, codes of angles): [B, K, T, H/2] on the global grid, [B, K, groups, size, H/2] for groups."""
+    format = body.format
+    codes = unpack(body.words, format.layout).astype(jnp.uint16)
+    angle_codes, radius = codes & jnp.uint16((1 << format.angle_bits) - 1), (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32)
+    if format.grid == "global":
+        assert step is not None, "the global grid has a step for each pair"
+        return radius * step, angle_codes
+    angle_codes, radius = (_in_groups(c, format.group_size) for c in (angle_codes, radius))
+    scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.radius_scale, body.radius_zero) if s is not None)
+    return (radius + 0.5) * scale + zero, angle_codes
+
+
+def _full_circle(format: PolarFormat) -> Float[Array, "entries 1 1 1 1"]:
+    """The angles of the global grid."""
+    entries = 1 << format.angle_bits
+    return jnp.arange(entries, dtype=jnp.float32).reshape(-1, 1, 1, 1, 1) * (TURN / entries) - math.pi
+
+
+def _halves(angle_codes: Array, format: PolarFormat) -> tuple[Array, Array]:
+    """The low and the high bits of angle codes."""
+    low_bits = format.angle_bits // 2
+    return angle_codes & jnp.uint16((1 << low_bits) - 1), angle_codes >> jnp.uint16(low_bits)
+
+
+def _half_tables(body: Polar) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(cos, sin) of what the low bits of a code add to an angle, and of where its high bits begin; [entries, B, K, groups, 1, H/2] each.
+
+    An angle is the sum of the two, so two lists of 2^(b/2) entries do for one of 2^b: 12 selects for a pair in place of 30 at 4 bits. The
+    loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving the cosines into the loop over tokens: it does so
+    past any barrier (docs/decisions.md).
+    """
+    scale, zero = (s.astype(jnp.float32)[None, :, :, :, None] for s in (body.angle_scale, body.angle_zero) if s is not None)
+    low = 1 << body.format.angle_bits // 2
+    steps, starts = (jnp.arange(n, dtype=jnp.float32).reshape(-1, 1, 1, 1, 1, 1) for n in (low, (1 << body.format.angle_bits) // low))
+    angles = jnp.concatenate([steps * scale, (starts * low + 0.5) * scale + zero])
+    cos, sin = lax.map(lambda quarter: jnp.cos(angles - quarter), jnp.asarray([0, TURN / 4], jnp.float32))
+    return (cos[:low], sin[:low]), (cos[low:], sin[low:])
+
+
+def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"], format: PolarFormat) -> Int[Array, "B K T half"]:
+    turns, most = 1 << format.angle_bits, (1 << format.radius_bits) - 1
+    angle_codes = jnp.mod(jnp.round((angle + math.pi) * (turns / TURN)), turns).astype(jnp.uint16)
+    radius_codes = jnp.clip(jnp.round(radius / jnp.where(step == 0, 1, step)), 0, most).astype(jnp.uint16)
+    return radius_codes << jnp.uint16(format.angle_bits) | angle_codes
+
+
+def _floor_codes(
+    v: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"], bits: int, format: PolarFormat
+) -> tuple[Int[Array, "B K groups size half"], OfGroups, OfGroups]:
+    """(codes, step, least): bins of the range of what counts, both ends as they are stored. A group where nothing counts has the bin 0."""
+    low, high = jnp.min(jnp.where(counted, v, jnp.inf), axis=3), jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
+    low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
+    step, least = ((high - low) / (1 << bits)).astype(format.scale_dtype), low.astype(format.scale_dtype)
+    wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
+    bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
+    return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least
+
+
+def _start(angle: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"]) -> Array:
+    """The angle in [-pi, pi) that ends the largest gap between the angles of a group. [B, K, groups, 1, H/2]."""
+    first = jnp.min(jnp.where(counted, angle, jnp.inf), axis=3, keepdims=True)
+    first = jnp.where(jnp.isfinite(first), first, 0)
+    ordered = jnp.sort(jnp.where(counted, angle, first), axis=3)
+    before = jnp.concatenate([ordered[:, :, :, -1:] - TURN, ordered[:, :, :, :-1]], axis=3)
+    return jnp.take_along_axis(ordered, jnp.argmax(ordered - before, axis=3, keepdims=True), axis=3)
+
+
+def _in_groups(v: Array, size: int) -> Array:
+    """[B, K, T, half] -> [B, K, T / size, size, half]."""
+    b, k, t, half = v.shape
+    return v.reshape(b, k, t // size, size, half)

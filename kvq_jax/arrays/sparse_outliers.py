@@ -1,0 +1,84 @@
+"""A fixed number of exact entries for each token: what a dense code cannot hold, beside it.
+
+    x^[t, i] = dense[t, i] + sum over slots e with index[t, e] == i of residual[t, e]
+
+The width is a layer's whole KV width, all heads side by side: entry i = k * H + h. Slots of a token are sorted by index; an unused slot has
+index 65535 and residual 0. Source: the dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7, with a shape that
+does not depend on the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, UInt8, UInt16
+
+from kvq_jax.arrays.stored import Leaf
+
+UNUSED = 65535
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outliers:
+    """index [B, E, S] uint16; residual [B, E, S]; dropped [B, S]: how many outliers of a token found no slot (255: that many or more), None
+    where none can be."""
+
+    index: UInt16[Array, "B E S"]
+    residual: Float[Array, "B E S"]
+    dropped: UInt8[Array, "B S"] | None
+
+
+def slots_per_side(fraction: float, width: int) -> int:
+    """Outliers on each side of a vector of `width` entries: how many lie on or beyond its linearly interpolated quantile of order
+    1 - fraction / 2, which are 1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01.
+
+    0 for a fraction of 0. ValueError where the fraction is less than one entry, or all of them.
+    """
+    if fraction == 0:
+        return 0
+    if not 0 < fraction < 0.5:
+        raise ValueError(f"outliers={fraction:g} must be 0, or a fraction below 0.5")
+    if fraction * width < 1:
+        smallest = math.ceil(1e5 / width) / 1e5
+        raise ValueError(f"outliers={fraction:g} is less than one of {width} values; the smallest usable fraction is {smallest:g}")
+    if width > UNUSED:
+        raise ValueError(f"a KV width of {width} does not fit the 16-bit indices of outliers")
+    return 1 + math.floor((width - 1) * fraction / 2)
+
+
+def leaves(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> Outliers:
+    """The `Outliers` tree of `Leaf` descriptions."""
+    index, residual = (Leaf((batch, slots, tokens), kind, 2) for kind in ("uint16", dtype))
+    dropped = Leaf((batch, tokens), "uint8", 1) if overflows else None
+    return Outliers(index, residual, dropped)  # type: ignore[arg-type]  # a tree of descriptions
+
+
+def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slots: int, dtype: str, overflows: bool) -> Outliers:
+    """The masked entries, those of the largest residuals where there are more than slots."""
+    flat, wanted = _flat(residual), _flat(mask)
+    size, index = lax.top_k(jnp.where(wanted, jnp.abs(flat), -1.0), slots)
+    found = size >= 0
+    limit = float(jnp.finfo(dtype).max)
+    values = jnp.where(found, jnp.clip(jnp.take_along_axis(flat, index, axis=-1), -limit, limit), 0)
+    index, values = lax.sort((jnp.where(found, index, UNUSED), values), num_keys=1)
+    dropped = jnp.clip(jnp.sum(wanted, axis=-1) - slots, 0, 255).astype(jnp.uint8) if overflows else None
+    return Outliers(jnp.swapaxes(index, 1, 2).astype(jnp.uint16), jnp.swapaxes(values, 1, 2).astype(dtype), dropped)
+
+
+def add(dense: Float[Array, "B K T H"], outliers: Outliers) -> Float[Array, "B K T H"]:
+    """Dense rows with the residuals added. Unused slots point beyond the last head, where a scatter drops them."""
+    batch, _, tokens, head_dim = dense.shape
+    index = outliers.index.astype(jnp.int32)
+    rows, token = jnp.arange(batch)[:, None, None], jnp.arange(tokens)[None, None]
+    return dense.at[rows, index // head_dim, token, index % head_dim].add(outliers.residual.astype(dense.dtype), mode="drop")
+
+
+def _flat(rows: Array) -> Array:
+    """[B, K, T, H] -> [B, T, K * H]."""
+    batch, _, tokens, _ = rows.shape
+    return jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)

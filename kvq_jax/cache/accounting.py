@@ -1,0 +1,114 @@
+"""Bytes and bits, counted from the arrays themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.arrays.codebook_array import Nonuniform
+from kvq_jax.arrays.sparse_outliers import UNUSED
+from kvq_jax.cache.cache import Cache, dims_of, layout
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.layer.plan import LayerPlan, LayerState
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree: a cache, a layer, or a layout of either. Exact."""
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> int:
+    """Bytes of K and V in full: 2 * L * B * K * S * H * itemsize."""
+    d = dims_of(config)
+    return 2 * d.num_hidden_layers * batch * d.num_key_value_heads * capacity * d.head_dim * jnp.dtype(dtype).itemsize
+
+
+def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16") -> float:
+    """Stored bits of a whole cache (windows, scales, padding and statistics included) divided by the 2 * L * K * S * H elements it stands
+    for."""
+    elements = dense_nbytes(config, 1, capacity, "uint8")
+    return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
+
+
+def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
+    """Stored bits of one body element, averaged over layers and sides: what papers call average bits, windows left out. Counted from one
+    block's arrays."""
+    cache = layout(spec, config, 1, 1)
+    bits = elements = 0
+    for plan in cache.plans:
+        tokens = plan.regions.block * 32
+        for codec in plan.codecs:
+            bits += 8 * sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(codec.body(1, plan.heads, tokens)))
+        elements += 2 * plan.heads * tokens * plan.head_dim
+    return bits / elements
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    return nbytes(leaf.struct)
+
+
+def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
+    """Share of the body's elements for which there is an exact slot, averaged over layers and sides."""
+    cache = layout(spec, config, 1, 1)
+    bodies = [(plan, codec.body(1, plan.heads, plan.regions.block)) for plan in cache.plans for codec in plan.codecs]
+    shares = [b.outliers.index.shape[1] / (plan.heads * plan.head_dim) for plan, b in bodies if isinstance(b, Nonuniform) and b.outliers]
+    return sum(shares) / len(bodies)
+
+
+def dropped_outliers(cache: Cache) -> tuple[int, int]:
+    """(outliers that found no exact slot, outliers that have one) among the live tokens of a cache's body. Tokens with more than 255
+    without a slot count as 255."""
+    dropped = kept = 0
+    for plan, layer in zip(cache.plans, cache.layers, strict=True):
+        aged = plan.regions.body(cache.lengths)[:, None]
+        for body in layer.body:
+            if isinstance(body, Nonuniform) and body.outliers is not None:
+                index = body.outliers.index
+                live = jnp.arange(index.shape[2])[None] < aged
+                kept += int(jnp.sum((index != UNUSED) & live[:, None]))
+                dropped += 0 if body.outliers.dropped is None else int(jnp.sum(jnp.where(live, body.outliers.dropped, 0), dtype=jnp.int32))
+    return dropped, kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Bytes of one named part of a cache, over all layers or in one."""
+
+    side: str
+    name: str
+    bytes: int
+
+
+def components(cache: Cache) -> tuple[Component, ...]:
+    """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt
+    statistics. Their sum is `nbytes(cache)`."""
+    totals: dict[tuple[str, str], int] = {}
+    for part in (part for layer in layer_components(cache) for part in layer):
+        totals[part.side, part.name] = totals.get((part.side, part.name), 0) + part.bytes
+    rows = [Component(side, name, size) for (side, name), size in sorted(totals.items())]
+    return (*rows, Component("-", "lengths", nbytes(cache.lengths)))
+
+
+def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
+    """`components` of each layer on its own; the lengths belong to none."""
+    return tuple(_components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True))
+
+
+def _components(plan: LayerPlan, layer: LayerState) -> tuple[Component, ...]:
+    totals: dict[tuple[str, str], int] = {}
+    for field in dataclasses.fields(layer):
+        for side, tree in zip(plan.names, getattr(layer, field.name), strict=True):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                name = field.name if field.name != "body" else _body_name(path)
+                totals[side, name] = totals.get((side, name), 0) + nbytes(leaf)
+    return tuple(Component(side, name, size) for (side, name), size in sorted(totals.items()))
+
+
+def _body_name(path: tuple[Any, ...]) -> str:
+    names = [entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)]
+    return names[0] if names else "rows"

@@ -1,0 +1,106 @@
+"""The cache: per-sequence state only, as a pytree with a static description.
+
+    cache = init_cache(parse("kivi:bits=2"), config, batch=1, capacity=4096)
+
+Every leaf has a leading batch axis and its own buffer, so a cache can be donated, carried by a scan, and its rows selected. Constructors
+validate nothing (tree transformations rebuild them with other leaves); `init_cache` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvq_jax.array_types import LengthsB, ModelDims
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.methods.base import PerLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheDims:
+    """The part of a model's config that shapes a cache. Hashable."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """layers: one LayerState for each layer; lengths [B] int32: live tokens of each row. spec, dims, capacity and dtype (of exact rows)
+    are static."""
+
+    layers: tuple[LayerState, ...]
+    lengths: LengthsB
+    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    dims: CacheDims = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def plans(self) -> tuple[LayerPlan, ...]:
+        return plans(self.spec, self.dims, self.capacity, self.dtype)
+
+
+@functools.cache
+def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str) -> tuple[LayerPlan, ...]:
+    """The plan of every layer. ValueError where the options do not fit the model, or name a layer that it does not have."""
+    _check_layers(spec, dims)
+    return tuple(spec.layer(i, dims, capacity, dtype) for i in range(dims.num_hidden_layers))
+
+
+def dims_of(config: ModelDims) -> CacheDims:
+    return CacheDims(*(int(getattr(config, f.name)) for f in dataclasses.fields(CacheDims)))
+
+
+def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
+    """An empty cache for `batch` sequences of up to `capacity` tokens; exact rows are stored as `dtype` (use the model's).
+
+    ValueError where the options do not fit the model: a group size that does not divide the head dim, skip_layers beyond the last layer.
+    """
+    spec, dims, name = _checked(spec, config, batch, capacity, dtype)
+    layers = tuple(plan.init(batch, name) for plan in plans(spec, dims, capacity, name))
+    return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, name)
+
+
+def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
+    """The ShapeDtypeStructs of `init_cache(...)`: allocates nothing."""
+    spec, dims, name = _checked(spec, config, batch, capacity, dtype)
+    layers = tuple(plan.layout(batch, name) for plan in plans(spec, dims, capacity, name))
+    lengths: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return Cache(layers, lengths, spec, dims, capacity, name)
+
+
+def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike) -> tuple[CacheSpec, CacheDims, str]:
+    spec, dims = parse(spec), dims_of(config)
+    if batch < 1 or capacity < 1:
+        raise ValueError(f"a cache needs at least one row and one token: {batch=}, {capacity=}")
+    return spec, dims, jnp.dtype(dtype).name
+
+
+def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
+    """ValueError where the spec names a layer that the model does not have."""
+    named = [("skip_layers names", layer) for layer in spec.skip_layers]
+    for method in (spec.k, spec.v):
+        first = method.carries_from()
+        named += [] if first is None else [(f"{method.name} starts at", first)]
+        for field in dataclasses.fields(method):
+            value = getattr(method, field.name)
+            if isinstance(value, PerLayer):
+                named += [(f"{method.name}:{field.name} names", last) for _, _, last in value.ranges]
+    for what, layer in named:
+        if layer >= dims.num_hidden_layers:
+            raise ValueError(f"{what} layer {layer}, but the model has layers 0 to {dims.num_hidden_layers - 1}")

@@ -1,0 +1,47 @@
+"""Average bits as the KVQuant paper counts them (Appendix M), for its method and the formats that it is compared with.
+
+    integers      b + (16 + b) / group            a 16-bit scale and a zero point of as many bits as a code
+    NormalFloat   b + 32 / group                  a 16-bit scale and a 16-bit zero
+    nuq           b + 32 / width (tokens) or b + 32 / context (channels), + 32 * fraction for outliers: a 16-bit value and a 16-bit index
+
+Outliers have one 32-bit pointer for each token more. The paper's averages (Tables 1, 2 and 17, and the 128K column of Table 8) agree with
+one pointer for a token's key and value together, the 1M and 10M columns of Table 8 with none. What this project stores is counted from its
+arrays (`kvq.body_bits_per_element`): indices have no pointers, slots are whole, and a key's overflow takes a byte.
+"""
+
+from __future__ import annotations
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.cache.cache import dims_of, plans
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.bias_subtracting import inner_codec
+from kvq_jax.codecs.codebook import LevelCodec
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.kvquant.codec import KVQuantCodec
+
+STATISTIC_BITS = 16
+OUTLIER_BITS = 32
+POINTER_BITS = 32
+
+
+def paper_bits(spec: CacheSpec | str, config: ModelDims, context: int, *, pointers: bool = True) -> float | None:
+    """Average bits of a cached element at a context of so many tokens, windows left out; None where a layer is of another method."""
+    dims, spec = dims_of(config), parse(spec)
+    width = dims.num_key_value_heads * dims.head_dim
+    bits = [_codec_bits(inner_codec(c), width, context, pointers) for plan in plans(spec, dims, 1, "bfloat16") for c in plan.codecs]
+    known = [b for b in bits if b is not None]
+    return sum(known) / len(bits) if len(known) == len(bits) else None
+
+
+def _codec_bits(codec: Codec, width: int, context: int, pointers: bool) -> float | None:
+    if isinstance(codec, KVQuantCodec):
+        statistics = 2 * STATISTIC_BITS / (context if codec.per_channel else width)
+        pointer = POINTER_BITS / width / 2 if pointers and codec.outliers else 0
+        return codec.format.bits + statistics + OUTLIER_BITS * codec.outliers + pointer
+    if isinstance(codec, LevelCodec) and (group := codec.format.group):
+        return codec.format.bits + 2 * STATISTIC_BITS / (group.heads * group.channels)
+    if isinstance(codec, GroupCodec) and codec.format.axis == "channels" and codec.format.scheme == "asym":
+        bits, size = codec.format.bits, codec.format.heads * codec.format.group_size
+        return bits + (STATISTIC_BITS + bits) / size
+    return None

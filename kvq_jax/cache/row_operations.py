@@ -1,0 +1,115 @@
+"""Cache algebra: shorten, pick, repeat and join the rows of caches. Pure and jit-able; exact and quantized regions always move together.
+
+trim         speculative decoding takes back rejected tokens, a chat goes back a turn
+select_rows  beam search reorders its beams, a server drops finished sequences
+repeat_rows  one prompt, several continuations
+merge_rows   a server adds a new sequence to a running batch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from kvq_jax.array_types import LengthsB, Tree
+from kvq_jax.arrays.stored import load_row_blocks
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.update import take_tokens
+from kvq_jax.layer import cross_layer
+from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+
+
+def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...] = ()) -> Cache:
+    """Shortens every row to at most lengths[b] tokens: its newest tokens are forgotten. Rows that are not longer stay as they are.
+
+    The ageing rule body(n) holds afterwards: body tokens that now belong to the window are decoded into it. So they keep the value that
+    attention saw, and are coded once more if they age again. Only blocks that can come back are decoded. A row trimmed to nothing is new.
+
+    parameters: for each layer the method's parameters, `()` for methods without any. Raises ValueError where `lengths` is not [B].
+    """
+    kept = jnp.asarray(lengths, jnp.int32)
+    if kept.shape != (cache.batch,):
+        raise ValueError(f"lengths must be [{cache.batch}], got shape {kept.shape}")
+    kept = jnp.clip(kept, 0, cache.lengths)
+    own = parameters or ((),) * len(cache.layers)
+    layers, below = [], None
+    for plan, p, state in zip(cache.plans, own, cache.layers, strict=True):
+        state, below = _trim_layer(plan, p, state, cache.lengths, kept, below)
+        layers.append(state)
+    return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
+
+
+def select_rows(cache: Cache, index: Int[ArrayLike, " rows"]) -> Cache:
+    """The cache of rows index[0], index[1], ...: a selection, a new order, or copies. Exact.
+
+    Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be looked at and are clamped.
+    """
+    index = jnp.asarray(index)
+    if index.ndim != 1 or not index.size or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(f"index must be a vector of row numbers, got {index.dtype.name} of shape {index.shape}")
+    if not isinstance(index, Tracer):
+        outside = [i for i in np.asarray(index).tolist() if not 0 <= i < cache.batch]
+        if outside:
+            raise ValueError(f"index names row {outside[0]}, but the cache has rows 0 to {cache.batch - 1}")
+    return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), cache)
+
+
+def repeat_rows(cache: Cache, repeats: int) -> Cache:
+    """Every row `repeats` times, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact.
+
+    Raises ValueError for repeats < 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"{repeats=} must be at least 1")
+    return select_rows(cache, np.repeat(np.arange(cache.batch), repeats))
+
+
+def merge_rows(first: Cache, second: Cache) -> Cache:
+    """The rows of `first`, then those of `second`. Exact.
+
+    ValueError names the field in which the caches differ: spec, dims, capacity or dtype.
+    """
+    for field in ("spec", "dims", "capacity", "dtype"):
+        one, other = getattr(first, field), getattr(second, field)
+        if one != other:
+            raise ValueError(f"caches of different {field} cannot be merged: {one} and {other}")
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+
+
+def _trim_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB, below: Array | None
+) -> tuple[LayerState, Array | None]:
+    """The shorter state, and the accumulator [B, 1, T, D] of the blocks that can come back, where layers build on each other."""
+    regions = plan.regions
+    emptied = (new == 0) & (old > 0)
+
+    def reset(stat: Array, initial: Array) -> Array:
+        return jnp.where(emptied.reshape(-1, *[1] * (stat.ndim - 1)), initial, stat)
+
+    initial = tuple(codec.initial_statistics(old.shape[0], plan.heads) for codec in plan.codecs)
+    stats = jax.tree.map(reset, state.stats, initial)
+    # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens touches.
+    blocks = min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block)
+    if not blocks:
+        return dataclasses.replace(state, stats=stats), None
+    first = jnp.minimum(regions.body(new), regions.body_capacity - blocks * regions.block)  # [B], the first body token to decode
+    held = regions.ring_positions(new)
+    coded = held - regions.sink  # body index of the token that each ring slot holds now
+    returns = (coded >= regions.body(new)[:, None]) & (coded < regions.body(old)[:, None])
+    ring, carried = [], below
+    for side, codec in enumerate(plan.codecs):
+        body = load_row_blocks(codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks)
+        own = by_side(params)[side]
+        rows = codec.decode(own, state.stats[side], body)
+        if plan.cross_layer:
+            carried = cross_layer.after(plan.cross_layer, own, rows, below)
+        rows = cross_layer.decoded(codec, own, rows, below)
+        back = take_tokens(rows, coded - first[:, None]).astype(state.ring[side].dtype)
+        ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
+    return dataclasses.replace(state, ring=tuple(ring), stats=stats), carried

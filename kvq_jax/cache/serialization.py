@@ -1,0 +1,179 @@
+"""Caches on disk: one safetensors file, whose header says what the cache is.
+
+    header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters
+    tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths
+
+A file is data from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from kvq_jax.array_types import ModelDims, Tree
+from kvq_jax.cache.atomic_files import replacing
+from kvq_jax.cache.cache import Cache, CacheDims, dims_of, layout
+from kvq_jax.cache.spec import CacheSpec, parse
+
+FORMAT = "kvq-cache"
+VERSION = "1"
+DTYPES = {  # safetensors names of those that are written
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I8": "int8",
+    "U8": "uint8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+}
+
+
+def fingerprint(tree: Tree) -> str:
+    """sha256 of a tree's arrays: dtype, shape and bytes of every leaf in tree order, as 64 hex digits. Reads every array to the host."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{array.dtype.name}{np.shape(leaf)}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint: str = "", parameters_fingerprint: str = "") -> None:
+    """Writes a cache, bit for bit. The file appears complete or not at all.
+
+    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters it was coded with.
+    """
+    header = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "spec": str(cache.spec),
+        "dims": json.dumps(dataclasses.asdict(cache.dims)),
+        "batch": str(cache.batch),
+        "capacity": str(cache.capacity),
+        "dtype": cache.dtype,
+        "model_fingerprint": model_fingerprint,
+        "parameters_fingerprint": parameters_fingerprint,
+    }
+    tensors = {name: np.ascontiguousarray(leaf).reshape(leaf.shape) for name, leaf in _named(cache).items()}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata=header)
+
+
+def load_cache(
+    path: str | os.PathLike[str],
+    *,
+    spec: CacheSpec | str | None = None,
+    config: ModelDims | None = None,
+    capacity: int | None = None,
+    dtype: DTypeLike | None = None,
+    model_fingerprint: str | None = None,
+    parameters_fingerprint: str | None = None,
+) -> Cache:
+    """Reads a cache that `save_cache` wrote, bit for bit. What is given must agree with the file; None is not compared.
+
+    ValueError, in one line, names what differs (spec, dims, capacity, dtype, a fingerprint), or the tensor that is missing, unknown, or of
+    another shape or dtype than the header promises, or says that the file cannot be read. FileNotFoundError where there is none.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is not a file")
+    expected = {
+        "spec": spec and parse(spec),
+        "dims": config and dims_of(config),
+        "capacity": capacity,
+        "dtype": dtype and jnp.dtype(dtype).name,
+        "model_fingerprint": model_fingerprint,
+        "parameters_fingerprint": parameters_fingerprint,
+    }
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}") from None
+        found = _header(path, file.metadata() or {}, len(file.keys()))
+        for field, value in expected.items():
+            if value is not None and value != found[field]:
+                raise ValueError(f"{str(path)!r} holds a cache of another {field}: {_show(found[field])}, expected {_show(value)}")
+        promised = _promised(path, found)
+        _compare(path, file, _named(promised))
+        tensors = [jnp.asarray(file.get_tensor(name)) for name in _named(promised)]
+    cache = jax.tree.unflatten(jax.tree.structure(promised), tensors)
+    if bool(jnp.any((cache.lengths < 0) | (cache.lengths > cache.capacity))):
+        raise ValueError(f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}: {cache.lengths.tolist()}")
+    return cache
+
+
+def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[str, Any]:
+    """The header's fields as values; ValueError, in one line, where one is missing or makes no sense."""
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r}, not {FORMAT!r}")
+    if header.get("format_version") != VERSION:
+        raise ValueError(f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads {VERSION!r}")
+    readers = {
+        "spec": parse,
+        "dims": lambda text: CacheDims(**json.loads(text)),
+        "batch": int,
+        "capacity": int,
+        "dtype": lambda text: jnp.dtype(text).name,
+        "model_fingerprint": str,
+        "parameters_fingerprint": str,
+    }
+    found = {}
+    for field, read in readers.items():
+        try:
+            found[field] = read(header[field])
+        except (KeyError, TypeError, ValueError, RecursionError):  # the last of JSON that is nested too deeply
+            raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from None
+    dims = dataclasses.asdict(found["dims"])
+    if not all(isinstance(size, int) and size > 0 for size in dims.values()) or dims["num_hidden_layers"] > tensors:
+        raise ValueError(f"{str(path)!r}: header field dims={dims} does not describe a model of this file's {tensors} tensors")
+    return found
+
+
+def _promised(path: pathlib.Path, found: dict[str, Any]) -> Cache:
+    try:
+        return layout(found["spec"], found["dims"], found["batch"], found["capacity"], found["dtype"])
+    except (ValueError, ArithmeticError, LookupError) as error:  # the others of sizes that no method expects
+        raise ValueError(f"{str(path)!r}: the header does not describe a cache: {error}") from None
+
+
+def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeStruct]) -> None:
+    stored = set(file.keys())
+    for name in sorted(stored ^ promised.keys()):
+        raise ValueError(f"{str(path)!r}: tensor {name} is {'unknown' if name in stored else 'missing'}")
+    for name, struct in promised.items():
+        tensor = file.get_slice(name)
+        shape, dtype = tuple(tensor.get_shape()), DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
+        if (shape, dtype) != (struct.shape, struct.dtype.name):
+            raise ValueError(f"{str(path)!r}: tensor {name} is {dtype}{list(shape)}, expected {struct.dtype.name}{list(struct.shape)}")
+
+
+def _named(cache: Cache) -> dict[str, Any]:
+    """The leaves of a cache, or of its layout, by path: layers.0.body.k.words.0."""
+    return {".".join(_steps(cache, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+
+
+def _steps(cache: Cache, path: tuple[Any, ...]) -> list[str]:
+    """`layers`, number, field, side, then the codec's own names: the second index in a layer is the side."""
+    steps = [str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path]
+    if steps[0] == "layers":
+        steps[3] = cache.plans[int(steps[1])].names[int(steps[3])]
+    return steps
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,285 @@
+"""The spec of a cache and its one-line grammar.
+
+    SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
+    METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
+    preset=NAME among the options stands for the method's options of that name; what is written beside it wins
+    values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
+
+`sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache; in a single METHOD they stand among its options.
+`parse(str(spec)) == spec`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
+from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.layer.regions import Regions
+from kvq_jax.methods.base import Method, PerLayer
+from kvq_jax.methods.dense import Dense
+from kvq_jax.methods.registry import METHODS
+
+CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
+MOST_LAYERS = 4096  # that a spec can name; a range of layers is written out before a model bounds it
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """What a cache is: the methods of both sides and the windows. Frozen and hashable, so it is a static argument of a jitted function.
+
+    sink, recent, block: tokens. skip_layers: layers kept exact. subtract_bias: keys are cached without k_proj's bias (bias.py). Build it
+    with `parse`.
+    """
+
+    k: Method
+    v: Method
+    sink: int
+    recent: int
+    block: int
+    skip_layers: tuple[int, ...] = ()
+    subtract_bias: bool = False
+
+    def __str__(self) -> str:
+        default = _defaults(self.k, self.v)
+        cache = [f"{o}={getattr(self, o)}" for o in ("sink", "recent", "block") if getattr(self, o) != getattr(default, o)]
+        if self.skip_layers:
+            cache.append(f"skip_layers={_write_layers(self.skip_layers)}")
+        if self.subtract_bias:
+            cache.append(OPTION)
+        k, v = _method_text(self.k), _method_text(self.v)
+        if self.k == self.v:
+            separator = "," if ":" in k else ":"
+            return k + separator + ",".join(cache) if cache else k
+        return f"k={k}+v={v}" + (f"+cache:{','.join(cache)}" if cache else "")
+
+    def _check(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block={self.block} is too small: a block is at least 1 token")
+        if self.k != self.v:
+            _check_value_method(self.v)
+        for method in (self.k, self.v):
+            first = method.carries_from()
+            late = [] if first is None else [layer for layer in self.skip_layers if layer >= first]
+            if late:
+                raise ValueError(
+                    f"skip_layers names layer {late[0]}: layers kept exact must lie before layer {first}, where {method.name} starts"
+                )
+
+    def _without_bias(self, keys: Codec) -> Codec:
+        if isinstance(self.k, Dense) or keys.rebuilds:
+            why = "keeps keys exact" if isinstance(self.k, Dense) else "caches no keys, and rebuilds them with their bias"
+            raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave it out")
+        return BiasSubtracting(keys)
+
+    def regions(self, capacity: int) -> Regions:
+        return Regions(self.sink, self.recent, self.block, capacity)
+
+    def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
+        """The plan of one layer: resolved codecs and regions. ValueError where the options do not fit the model."""
+        self._check()
+        k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
+        k_codec, v_codec = k.codec("k", index, dims, self.block, dtype), v.codec("v", index, dims, self.block, dtype)
+        if (k_codec.joint or v_codec.joint) and k != v:
+            joint = k if k_codec.joint else v
+            raise ValueError(f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this model; use it for both")
+        if self.subtract_bias and index not in self.skip_layers:
+            k_codec = self._without_bias(k_codec)
+        return LayerPlan(k_codec, v_codec, self.regions(capacity), dims.num_key_value_heads, dims.head_dim)
+
+
+def _defaults(k: Method, v: Method) -> CacheSpec:
+    a, b = k.windows(), v.windows()
+    return CacheSpec(k, v, max(a.sink, b.sink), max(a.recent, b.recent), math.lcm(a.block, b.block))
+
+
+def parse(text: str | CacheSpec) -> CacheSpec:
+    """The spec that a text describes. ValueError, in one line, names what is unknown and lists what is allowed."""
+    if isinstance(text, CacheSpec):
+        return text
+    parts = re.split(r"\+(?![0-9])", text.strip())  # 1e+16 is a number
+    if len(parts) == 1 and parts[0][:2] not in ("k=", "v="):
+        name, options = _split(parts[0])
+        options = _with_preset(name, options)
+        cache = {key: options.pop(key) for key in CACHE_OPTIONS if key in options}
+        k = v = _method(name, options)
+    else:
+        k, v, cache = _mixed(parts, text)
+    return _with_cache_options(_defaults(k, v), cache)
+
+
+def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]:
+    sides: dict[str, str] = {}
+    for part in parts:
+        head = "cache:" if part.startswith("cache:") else part[:2]
+        if head not in ("k=", "v=", "cache:") or head in sides:
+            raise ValueError(f"cache {text!r}: a mixed cache is written k=METHOD+v=METHOD[+cache:sink=..,recent=..]")
+        sides[head] = part.removeprefix(head)
+    if "k=" not in sides or "v=" not in sides:
+        raise ValueError(f"cache {text!r}: name both sides, k=METHOD+v=METHOD")
+    methods = []
+    for side in ("k=", "v="):
+        name, options = _split(sides[side])
+        misplaced = [o for o in CACHE_OPTIONS if o in options]
+        if misplaced:
+            raise ValueError(f"cache {text!r}: {misplaced[0]} belongs to the cache; write +cache:{misplaced[0]}={options[misplaced[0]]}")
+        options = _with_preset(name, options)
+        if side == "v=":
+            _check_value_method(_kind(name))
+        methods.append(_method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS}))  # a preset may name windows
+    cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
+    unknown = [o for o in cache if o not in CACHE_OPTIONS]
+    if unknown:
+        raise ValueError(f"unknown cache option {unknown[0]!r}; options: {', '.join(CACHE_OPTIONS)}")
+    return methods[0], methods[1], cache
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    name, _, rest = text.strip().partition(":")
+    options: dict[str, str] = {}
+    for item in rest.split(",") if rest else []:
+        key, equals, value = item.partition("=")
+        if not equals or not value:
+            raise ValueError(f"cache {text!r}: {item!r} is not option=value")
+        if key.strip() in options:
+            raise ValueError(f"cache {text!r}: option {key.strip()!r} is given twice")
+        options[key.strip()] = value.strip()
+    return name.strip(), options
+
+
+def _kind(name: str) -> type[Method]:
+    if name not in METHODS:
+        raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
+    """The options with `preset` replaced by those that it stands for, as far as they are not given."""
+    presets = _kind(name).presets
+    if not presets or "preset" not in options:
+        return options
+    chosen = options["preset"]
+    if chosen not in presets:
+        raise ValueError(f"{name}:preset={chosen} is unknown; presets: {', '.join(presets)}")
+    given = {key: text for key, text in options.items() if key != "preset"}
+    return _split(f"{name}:{presets[chosen]}")[1] | given
+
+
+def _method(name: str, options: dict[str, str]) -> Method:
+    kind = _kind(name)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    values = {}
+    for key, text in options.items():
+        if key not in fields:
+            allowed = ", ".join((*fields, *(("preset",) if kind.presets else ()), *CACHE_OPTIONS))
+            raise ValueError(f"unknown option {key!r} of {name}; options: {allowed}")
+        values[key] = _value(f"{name}:{key}", text, fields[key])
+    for key, others in kind.replaces.items():
+        beside = [other for other in others if other in values]
+        if values.get(key) and beside:
+            raise ValueError(f"{name}:{key}={options[key]} stands for {beside[0]}={options[beside[0]]}: give one of them")
+    return kind(**values)
+
+
+def _value(where: str, text: str, field: dataclasses.Field) -> Any:
+    choices = field.metadata["choices"]
+    try:
+        value = _read_per_layer(text) if field.metadata["per_layer"] else _read(text, type(field.default))
+    except ValueError:
+        expected = " | ".join(map(str, choices)) or type(field.default).__name__
+        raise ValueError(f"{where}={text} cannot be read; expected {expected}") from None
+    if isinstance(value, PerLayer):
+        _check_ranges(f"{where}={text}", [(first, last) for _, first, last in value.ranges])
+    found = value.values() if isinstance(value, PerLayer) else (value,)
+    if choices and any(v not in choices for v in found):
+        raise ValueError(f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}")
+    if not choices and isinstance(value, int | float) and not 0 <= value < math.inf:
+        raise ValueError(f"{where}={text} must be {'finite and ' if isinstance(value, float) else ''}not negative")
+    return value
+
+
+def _read(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    return kind(text)
+
+
+def _read_per_layer(text: str) -> int | PerLayer:
+    *ranges, last = text.split("/")
+    if not ranges:
+        return int(last)
+    found = []
+    for item in ranges:
+        value, at, layers = item.partition("@")
+        if not at:
+            raise ValueError(text)
+        found.append((int(value), *_read_range(layers)))
+    return PerLayer(tuple(found), int(last))
+
+
+def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
+    changes: dict[str, Any] = {}
+    for key, text in options.items():
+        try:
+            changes[key] = _read_ranges(text) if key == "skip_layers" else _read(text, type(getattr(spec, key)))
+        except ValueError:
+            expected = {"skip_layers": "layers such as 0-2/31", "subtract_bias": "true or false"}.get(key, "a number of tokens")
+            raise ValueError(f"{key}={text} cannot be read; expected {expected}") from None
+        if key == "skip_layers":
+            _check_ranges(f"{key}={text}", changes[key])
+            changes[key] = tuple(sorted({layer for first, last in changes[key] for layer in range(first, last + 1)}))
+        if key in ("sink", "recent", "block") and changes[key] < (key == "block"):
+            raise ValueError(f"{key}={text} is too small: sink and recent are at least 0, block at least 1")
+    return dataclasses.replace(spec, **changes)
+
+
+def _read_ranges(text: str) -> list[tuple[int, int]]:
+    return [_read_range(item) for item in text.split("/")]
+
+
+def _read_range(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    return int(first), int(last if dash else first)
+
+
+def _check_ranges(where: str, ranges: list[tuple[int, int]]) -> None:
+    for first, last in ranges:
+        if last < first:
+            raise ValueError(f"{where}: no layer is in {first}-{last}; write {last}-{first}")
+        if last >= MOST_LAYERS:
+            raise ValueError(f"{where} names layer {last}; a spec names layers below {MOST_LAYERS}")
+
+
+def _check_value_method(method: Method | type[Method]) -> None:
+    if method.keys_only:
+        raise ValueError(f"v={method.name} has no meaning: {method.name} is a method for keys and keeps values exact; write v=dense")
+
+
+def _write_layers(layers: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "/".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _method_text(method: Method) -> str:
+    shown = [f for f in dataclasses.fields(method) if getattr(method, f.name) != f.default]
+    options = ",".join(f"{f.name}={_value_text(getattr(method, f.name))}" for f in shown)
+    return f"{method.name}:{options}" if options else method.name
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, PerLayer):
+        ranges = [f"{v}@{a}" if a == b else f"{v}@{a}-{b}" for v, a, b in value.ranges]
+        return "/".join((*ranges, str(value.default)))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,173 @@
+"""One layer of a cache: windows of exact rows around a coded body, for keys and values, and what happens to them when tokens arrive.
+
+Every method shares this file; what differs between methods is in their codecs. The functions are pure: state in, state out.
+
+`carry` is a value that flows through the layers of one forward pass: `()` for methods whose layers are independent, the accumulator for
+cross-layer methods (cross_layer.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
+from kvq_jax.arrays.stored import Leaf, store_blocks
+from kvq_jax.attention import dispatch, streaming
+from kvq_jax.attention.dispatch import Implementation, Launch
+from kvq_jax.codecs.base import Codec
+from kvq_jax.layer import cross_layer
+from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+
+ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
+
+
+def prefill_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Attention of prompt tokens, and the state with them added.
+
+    Attention is exact inside the prompt and over the windows; what was in the body before is read quantized. Rows of the batch that were
+    empty get their prompt statistics here. `implementation` quantizes; attention of many tokens is XLA's.
+    """
+    params = by_side(params)
+    state = _with_statistics(plan, params, state, inputs)
+    limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
+    how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
+    after = append_layer(plan, params, state, inputs, carry, prefill=True, how=how)
+    carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
+    out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
+    return out, after, carry
+
+
+def decode_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
+    was at its turn. `implementation`: see attention/dispatch.py."""
+    params = by_side(params)
+    _, heads, tokens, _ = inputs.q_rot.shape
+    how = dispatch.choose(implementation, plan, heads, tokens)
+    after = append_layer(plan, params, state, inputs, carry, prefill=False, how=how)
+    carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
+    limits = plan.regions.body(inputs.positions + 1)
+    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, how), after, carry
+
+
+def append_layer(
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, how: Launch | None = None
+) -> LayerState:
+    """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
+    body, by a kernel where `how` launches one. `carry` is read where the plan builds on the layer below."""
+    params, regions = by_side(params), plan.regions
+    start = inputs.positions[:, 0]
+    total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
+    sink, ring, body = [], [], []
+    for side, codec in enumerate(plan.codecs):
+        rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
+        sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
+        ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
+        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, how))
+    return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
+
+
+def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
+    """Body tokens of each row once the valid tokens of `inputs` are in."""
+    start = inputs.positions[:, 0]
+    return plan.regions.body(start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype))
+
+
+def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs) -> LayerState:
+    fresh = (inputs.positions[:, 0] == 0) & inputs.valid[:, 0]
+
+    def select(new: Array, old: Array) -> Array:
+        return jnp.where(fresh.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    found = tuple(codec.statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
+    return dataclasses.replace(state, stats=jax.tree.map(select, found, state.stats))
+
+
+def _refresh(
+    slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "B E"], start: LengthsB, total: LengthsB
+) -> Float[Array, "B K E C"]:
+    """Window slots after new tokens: slot e takes the row of position held[e] where that position is new, and keeps its row otherwise."""
+    new = (held >= start[:, None]) & (held < total[:, None])
+    index = jnp.clip(held - start[:, None], 0, rows.shape[2] - 1)
+    return jnp.where(new[:, None, :, None], take_tokens(rows, index), slots)
+
+
+def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Float[Array, "B K E C"]:
+    """rows[b, :, index[b]]."""
+    return jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip")
+
+
+def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: int) -> Tree:
+    """code(source), ENCODE_CHUNK tokens at a time, which bounds what quantizing a long prompt needs beside its rows. Arrays of `source`
+    have their tokens on axis 2; `block` describes the coded arrays of one block of `tokens` tokens."""
+    blocks, per_chunk = jax.tree.leaves(source)[0].shape[2] // tokens, max(1, ENCODE_CHUNK // tokens)
+    chunks = -(-blocks // per_chunk)
+    if chunks == 1:
+        return code(source)
+    missing = (chunks * per_chunk - blocks) * tokens
+    padded = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0))), source)
+
+    def one(i: Array) -> Tree:
+        at, count = i * per_chunk * tokens, per_chunk * tokens
+        return code(jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, count, 2), padded))
+
+    coded = lax.map(one, jnp.arange(chunks))
+
+    def joined(leaf: Leaf, found: Array) -> Array:
+        axis = leaf.token_axis
+        whole = jnp.moveaxis(found, 0, axis)
+        whole = whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
+        return lax.slice_in_dim(whole, 0, blocks * leaf.entries, axis=axis)
+
+    return jax.tree.map(joined, block, coded)
+
+
+def _age(
+    plan: LayerPlan,
+    codec: Codec,
+    params: Tree,
+    state: LayerState,
+    side: int,
+    rows: Array,
+    start: LengthsB,
+    total: LengthsB,
+    carry: Tree,
+    prefill: bool,
+    how: Launch | None,
+) -> Tree:
+    """The body with the blocks that leave the window when `start` tokens become `total`."""
+    regions = plan.regions
+    block, tokens = regions.block, rows.shape[2]
+    blocks = min(-(-tokens // block), regions.body_capacity // block)
+    if not blocks:
+        return state.body[side]
+    first = regions.body(start)
+    leaving = (regions.body(total) - first) // block  # [B], at most `blocks`
+    position = (regions.sink + first)[:, None] + jnp.arange(blocks * block)[None]
+    index = jnp.where(position < start[:, None], regions.ring_slot(position), regions.ring_slots + position - start[:, None])
+
+    def encode() -> Tree:
+        source = take_tokens(jnp.concatenate([state.ring[side], rows], axis=2), index)
+        below = cross_layer.tokens_of(plan, carry, position - regions.sink)
+
+        def code(source: tuple[Array, Array | None]) -> Tree:
+            return dispatch.encode(codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, how=how)
+
+        return code((source, below)) if how is not None else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
+
+    def nothing() -> Tree:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))
+
+    # In a decode step only every block-th token ages anything, and the branch returns one block: a branch that returned the body would
+    # copy it.
+    coded = encode() if tokens > block else lax.cond(jnp.any(leaving > 0), encode, nothing)
+    return store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving)

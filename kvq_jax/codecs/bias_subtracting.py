@@ -1,0 +1,153 @@
+"""Keys whose constant part is known: k_proj's bias is subtracted before a codec sees them, and its share of the scores is added exactly.
+
+    k_pre = x W_k + b,   k_rot = R_p k_pre          rows are  k_pre - b,  or after RoPE  k_rot - R_p b = R_p (k_pre - b)
+    q . R_p b = a sum_i cos(p w_i) A_i + sin(p w_i) B_i,    A_i = q_i b_i + q_j b_j,   B_i = q_j b_i - q_i b_j,   j = i + H/2
+
+with i over the RoPE pairs, p the key's position, w and a of rope.py. A and B belong to a query and are computed once; cosines and sines of
+a chunk's positions serve all heads. So scores cost one product [rows of all heads, H] x [H, C] more, and no key is made for any head.
+
+What for: groups that span channels share a scale, and a channel with a constant of 100 makes it coarse for all of them (Qwen2 and Qwen2.5
+have such biases). Without the bias, codes do not depend on it at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.rope import Rope, cosines_and_sines, rotate
+
+if TYPE_CHECKING:
+    from kvq_jax.codecs.kernel_readers import Side as KernelSide
+
+OPTION = "subtract_bias=true"
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasSubtracting(Codec):
+    """The key codec `inner`, of keys without their bias. Windows hold rows without it too, and `vectors` restores it.
+
+    Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact: the bias adds fp32 rounding of its share of the scores
+    (relative 2^-24 of |q| |b|), as it does in the model.
+    """
+
+    inner: Codec
+
+    takes_weights: ClassVar[bool] = True
+
+    def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
+        return self.inner.row_shape(heads, head_dim)
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return self.inner.rows(_own(params), _without(params, inputs))
+
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
+        return self.inner.body(batch, heads, tokens)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        return self.inner.encode(_own(params), stats, rows, prefill=prefill)
+
+    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        return self.inner.decode(_own(params), stats, body)
+
+    def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return self.inner.parameters(heads)
+
+    def calibrate(
+        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        return self.inner.calibrate(rows, gradients)
+
+    def calibration_key(self) -> str:
+        return f"{self.inner.calibration_key()},{OPTION}"
+
+    def weights_key(self) -> str:
+        return OPTION
+
+    def from_weights(self, weights: LayerWeights) -> Tree:
+        check_bias(weights)
+        return {**(self.inner.from_weights(weights) or {}), "bias": weights.k_bias}
+
+    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+        return self.inner.statistics(_own(params), _without(params, inputs), first)
+
+    def initial_statistics(self, batch: int, heads: int) -> Tree:
+        return self.inner.initial_statistics(batch, heads)
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        keys = self.inner.vectors(_own(params), rows, positions, rope)
+        return (keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)).astype(keys.dtype)
+
+    def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> tuple[Tree, Float[Array, "B K R H"]]:
+        """What `inner` needs, and A and B beside each other."""
+        first, second = jnp.split(q.astype(jnp.float32), 2, axis=-1)
+        b_first, b_second = jnp.split(bias_of(params, q.shape[-1])[None, :, None], 2, axis=-1)
+        turning = [first * b_first + second * b_second, second * b_first - first * b_second]
+        return self.inner.query(_own(params), stats, q), jnp.concatenate(turning, axis=-1)
+
+    def scores(
+        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        inner, turning = query
+        table = jnp.concatenate(cosines_and_sines(positions, _given(rope)), axis=-1)[:, None]  # [B, 1, C, H]
+        batch, heads, rows, head_dim = turning.shape
+        # TF32 would keep 11 bits of a term that may be hundreds
+        constant = dot_rows(turning.reshape(batch, 1, heads * rows, head_dim), table, lax.Precision.HIGHEST)
+        return self.inner.scores(_own(params), stats, inner, body, positions, rope) + constant.reshape(batch, heads, rows, -1)
+
+    def kernel_side(self) -> KernelSide | str:
+        return f"{OPTION} adds the bias's share to the scores, which no kernel does"
+
+
+def inner_codec(codec: Codec) -> Codec:
+    """The codec that makes the codes: that of keys without their bias, or the given one."""
+    return codec.inner if isinstance(codec, BiasSubtracting) else codec
+
+
+def check_bias(weights: LayerWeights) -> None:
+    """ValueError, in one line, where the layer's keys hold no bias that could be subtracted."""
+    if weights.k_bias is None:
+        raise ValueError(f"{OPTION}: this model's key projection has no bias; leave the option out")
+    if weights.k_norm is not None:
+        raise ValueError(f"{OPTION}: this model normalizes keys after their bias (QK-norm), so no constant part is known; leave it out")
+
+
+def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
+    """The bias of each KV head, fp32. ValueError where parameters were not prepared."""
+    if not params:
+        raise ValueError(f"{OPTION} needs the key projection's bias: prepare(llama, spec) attaches it")
+    return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
+
+
+def rotated_bias(params: Tree, head_dim: int, positions: Int[Array, "B T"], rope: Rope | None) -> Float[Array, "B K T H"]:
+    """R_p b for each position, fp32."""
+    bias = bias_of(params, head_dim)[None, :, None]
+    return rotate(jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)), positions, _given(rope))
+
+
+def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:
+    """The same tokens with keys as if the projection had no bias, in the dtype of the keys."""
+    head_dim, dtype = inputs.k_rot.shape[-1], inputs.k_rot.dtype
+    k_rot = inputs.k_rot.astype(jnp.float32) - rotated_bias(params, head_dim, inputs.positions, inputs.rope)
+    k_pre = None if inputs.k_pre is None else inputs.k_pre.astype(jnp.float32) - bias_of(params, head_dim)[None, :, None]
+    return dataclasses.replace(inputs, k_rot=k_rot.astype(dtype), k_pre=None if k_pre is None else k_pre.astype(dtype))
+
+
+def _own(params: Tree) -> Tree:
+    """The inner codec's parameters."""
+    return {name: value for name, value in params.items() if name != "bias"} if params else ()
+
+
+def _given(rope: Rope | None) -> Rope:
+    if rope is None:
+        raise ValueError(f"{OPTION} needs LayerInputs.rope, by which the bias is rotated")
+    return rope

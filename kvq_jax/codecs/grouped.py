@@ -1,0 +1,59 @@
+"""The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero.
+
+What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. Attention
+decodes a chunk, code * scale + zero, and takes dots with it. InnerQ's algebra, a scale on each partial dot product instead of each element,
+
+    q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)
+
+gives the same result. It is for kernels: in XLA on a CPU it is slower (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jaxtyping import Array, Int
+
+from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.arrays import grouped_array
+from kvq_jax.arrays.grouped_array import GroupFormat, Quantized
+from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
+from kvq_jax.rope import Rope
+
+if TYPE_CHECKING:
+    from kvq_jax.codecs.kernel_readers import Side as KernelSide
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCodec(Codec):
+    """x^ = code * scale + zero, groups as `format` says. `pre_rope` keys are cached before RoPE and rotated when read."""
+
+    side: Side
+    format: GroupFormat
+    pre_rope: bool = False
+
+    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+        return side_rows(inputs, self.side, self.pre_rope)
+
+    def body(self, batch: int, heads: int, tokens: int) -> Quantized:
+        return grouped_array.leaves(self.format, batch, heads, tokens)
+
+    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+        return grouped_array.quantize(rows, self.format)
+
+    def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
+        return grouped_array.dequantize(body)
+
+    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+        return rotate_keys(rows, positions, rope) if self.pre_rope else rows
+
+    def kernel_side(self) -> KernelSide | str:
+        from kvq_jax.codecs.kernel_readers import grouped
+
+        return grouped(self)
+
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
+        if self.format.heads > 1:
+            return None  # the kernel quantizes one head at a time
+        return KernelJob(self.format, self.format.scheme, None)

@@ -1,0 +1,83 @@
+"""The accumulator of cross-layer methods: what one layer's coded differences make of what the layers below said.
+
+    acc_base = decoded rows of the base layer,   acc_i = accumulated_i(acc_{i-1}, decoded differences of layer i)
+
+It is working memory of one forward pass, [B, S, D] over the body's tokens, updated in place from layer to layer and never stored in the
+cache. Functions here are the identity for plans of other methods, whose carry is `()`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.array_types import LengthsB, RowsBKTH, Tree
+from kvq_jax.arrays.stored import load_chunk
+from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+
+CHUNK_ELEMENTS = 1 << 20  # of the accumulator, read and written in one step
+
+
+def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, carry: Tree) -> Tree:
+    """The carry after this layer. live [B]: body tokens of each row; what lies beyond them is finite where the body is, and unspecified."""
+    codec = plan.cross_layer
+    if codec is None:
+        return carry
+    size, batch = plan.regions.body_capacity, live.shape[0]
+    leaf = codec.accumulator(batch, size)
+    stored = jnp.zeros(leaf.shape, leaf.struct.dtype) if codec.starts else incoming(plan, carry)
+    if not size:
+        return stored
+    block = plan.regions.block
+    chunk = min(max(CHUNK_ELEMENTS // (batch * leaf.shape[2] * block), 1) * block, size)
+    own, stats = by_side(params)[0], state.stats[0]
+
+    def step(i: Array, stored: Array) -> Array:
+        at = jnp.minimum(i * chunk, size - chunk)
+        fresh = at + jnp.arange(chunk) >= i * chunk  # the last chunk starts early, and adds nothing twice
+        old = lax.dynamic_slice_in_dim(stored, at, chunk, 1)
+        body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
+        new = after(codec, own, codec.decode(own, stats, body), leaf.load(old)[:, None])
+        kept = jnp.where(fresh[None, :, None], leaf.store(new[:, 0]), old)
+        return lax.dynamic_update_slice_in_dim(stored, kept, at, 1)
+
+    return lax.fori_loop(0, -(-jnp.max(live) // chunk), step, stored)
+
+
+def incoming(plan: LayerPlan, carry: Tree) -> Array:
+    """The accumulator that came from the layer below; ValueError where none did."""
+    if not jax.tree.leaves(carry):
+        raise ValueError("this layer builds on the one below it, but no accumulator was carried to it: run the layers in order")
+    return carry
+
+
+def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[Array, "B 1 E D"] | None:
+    """The accumulator at body tokens index[b]; None for plans that build on nothing."""
+    codec = plan.cross_layer
+    if codec is None or codec.starts:
+        return None
+    found = jnp.take_along_axis(incoming(plan, carry), index[..., None], axis=1, mode="clip")
+    return codec.accumulator(1, 1).load(found)[:, None]
+
+
+def coded(codec: Codec, params: Tree, rows: RowsBKTH, below: Float[Array, "B 1 T D"] | None) -> RowsBKTH:
+    """What is coded in place of the rows: their difference from what the layers below say, if there are any."""
+    if below is None or not isinstance(codec, CrossLayerCodec) or codec.starts:
+        return rows
+    return rows.astype(jnp.float32) - codec.expected(params, below[:, 0])
+
+
+def decoded(codec: Codec, params: Tree, differences: RowsBKTH, below: Float[Array, "B 1 T D"] | None) -> RowsBKTH:
+    """The rows that coded differences stand for: the inverse of `coded`."""
+    if below is None or not isinstance(codec, CrossLayerCodec) or codec.starts:
+        return differences
+    return differences + codec.expected(params, below[:, 0])
+
+
+def after(codec: CrossLayerCodec, params: Tree, differences: RowsBKTH, below: Float[Array, "B 1 T D"] | None) -> Float[Array, "B 1 T D"]:
+    """The accumulator of some tokens after this layer, in the dtype that it is kept in."""
+    held = jnp.zeros((), jnp.float32) if codec.starts or below is None else below[:, 0].astype(jnp.float32)
+    return codec.accumulated(params, held, differences).astype(codec.accumulator(1, 1).dtype)[:, None]

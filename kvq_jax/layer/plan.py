@@ -1,0 +1,104 @@
+"""What one layer of a cache is: the static plan, and the state that flows through its functions (layer.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvq_jax.array_types import LayerWeights, Tree
+from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.layer.regions import Regions
+
+Sides = tuple[Any, ...]  # (keys, values), or one entry for both
+
+
+def by_side(params: Tree) -> tuple[Tree, Tree]:
+    """(keys, values) of one layer's method parameters, for which `()` may stand where neither side has any."""
+    return params or ((), ())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """Each field is a pair (keys, values), or holds one entry for both (`LayerPlan.joint`); every array has a leading batch axis.
+
+    sink [B, K, sink, C] and ring [B, K, recent + block, C] hold exact rows, body the codec's arrays, stats what the prompt fixed.
+    """
+
+    sink: Sides
+    ring: Sides
+    body: Sides
+    stats: Sides
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """Static description of one layer's cache: resolved codecs and region sizes. heads = K, head_dim = H."""
+
+    k: Codec
+    v: Codec
+    regions: Regions
+    heads: int
+    head_dim: int
+
+    @property
+    def joint(self) -> bool:
+        """Whether keys and values are read from the same rows."""
+        return self.k.joint
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """One for each entry of the state's fields."""
+        return (self.k,) if self.joint else (self.k, self.v)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What to call those entries."""
+        return ("kv",) if self.joint else ("k", "v")
+
+    @property
+    def row_width(self) -> int:
+        """Channels of a token's widest cached row, its heads together."""
+        return max(math.prod(codec.row_shape(self.heads, self.head_dim)) for codec in self.codecs)
+
+    @property
+    def cross_layer(self) -> CrossLayerCodec | None:
+        return self.k if isinstance(self.k, CrossLayerCodec) else None
+
+    def from_weights(self, weights: LayerWeights) -> tuple[Tree, Tree]:
+        """Parameters (keys, values) that follow from the layer's weights; `()` for a side that takes none."""
+        k = self.k.from_weights(weights)
+        return k, k if self.joint else self.v.from_weights(weights)
+
+    def readable(self, bodies: Sides, carry: Tree) -> Sides:
+        """What attention reads: the bodies, or the accumulator."""
+        return (carry,) if self.cross_layer else bodies
+
+    def readable_leaves(self, side: int, batch: int, heads: int, tokens: int) -> Tree:
+        if self.cross_layer:
+            return self.cross_layer.accumulator(batch, tokens)
+        return self.codecs[side].body(batch, heads, tokens)
+
+    def layout(self, batch: int, dtype: DTypeLike) -> LayerState:
+        """The ShapeDtypeStructs of this layer: what allocation, byte counts and tests derive from."""
+
+        def window(slots: int) -> Sides:
+            shapes = (codec.row_shape(self.heads, self.head_dim) for codec in self.codecs)
+            return tuple(jax.ShapeDtypeStruct((batch, heads, slots, width), jnp.dtype(dtype)) for heads, width in shapes)
+
+        def body(codec: Codec) -> Tree:
+            return jax.tree.map(lambda leaf: leaf.struct, codec.body(batch, self.heads, self.regions.body_capacity))
+
+        stats = jax.eval_shape(lambda: tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))
+        bodies = tuple(map(body, self.codecs))
+        return LayerState(window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats)
+
+    def init(self, batch: int, dtype: DTypeLike) -> LayerState:
+        """An empty layer."""
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.layout(batch, dtype))
+        return dataclasses.replace(zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))

@@ -1,0 +1,73 @@
+"""A method: a frozen, hashable set of options that makes a codec for each side of each layer.
+
+A method is a frozen dataclass whose fields are its options, each declared with `option(...)`. The spec grammar, `kvq methods` and error
+messages all read these declarations; nothing else describes an option.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.codecs.base import Codec, Side
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """An integer that differs by layer: the first range that holds a layer gives its value, `default` every other. Written 4@0-2/2."""
+
+    ranges: tuple[tuple[int, int, int], ...]  # (value, first layer, last layer)
+    default: int
+
+    def at(self, layer: int) -> int:
+        return next((value for value, first, last in self.ranges if first <= layer <= last), self.default)
+
+    def values(self) -> tuple[int, ...]:
+        return (*(value for value, _, _ in self.ranges), self.default)
+
+
+def at_layer(value: int | PerLayer, layer: int) -> int:
+    return value.at(layer) if isinstance(value, PerLayer) else value
+
+
+def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False) -> Any:
+    """Declares an option of a method: its default (whose type is the option's type), a help line, the allowed values (any if empty)."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer})
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Sizes of the exact regions and of a block, in tokens."""
+
+    sink: int
+    recent: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Method(abc.ABC):
+    """Base of all methods. A subclass lives in `kvq_jax/methods/<name>/` and has one line in the registry."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    prompt_statistics: ClassVar[bool] = False
+    reads_queries: ClassVar[bool] = False
+    keys_only: ClassVar[bool] = False  # values stay exact
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # options that do nothing beside an option that is not 0
+    presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
+
+    @abc.abstractmethod
+    def windows(self) -> Windows:
+        """Default window sizes: those closest to the paper under the project's one ageing rule."""
+
+    def carries_from(self) -> int | None:
+        """The layer from which on every layer builds on the one below it; None where layers are independent."""
+        return None
+
+    @abc.abstractmethod
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        """The codec of one side of one layer. ValueError where the options do not fit the model or the block."""

@@ -1,0 +1,1 @@
+"""The commands of `kvq`: one module each, with `configure(parser)` and `run(options)`."""

@@ -1,0 +1,141 @@
+"""`kvq calibrate`: the parameters that a cache needs, from a model and a text."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvq_models.calibration import fit
+from kvq_models.calibration.file import Calibration, save_calibration
+from kvq_models.calibration.store import Store
+from kvq_models.llama.checkpoint import load_llama
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress, warn
+
+SAMPLES, LENGTH = 16, 2048  # as in KVQuant
+
+DESCRIPTION = f"""\
+Makes the parameters that some caches need beside the weights: levels, ranges and thresholds, from the keys and values
+that a model computes on a text, weighted by how much its loss depends on them. The file is then given to every
+command that runs the cache: --calibration F.safetensors. It belongs to one model and to the options of the method;
+windows and skip_layers may be changed afterwards, subtract_bias may not. A text like those that the model will read serves best.
+
+The model runs forward and backward over {SAMPLES} random samples of the text and records keys, values and the gradients in
+them in a work directory: 8.6 GB in bfloat16 for {SAMPLES} x {LENGTH} tokens of Llama 3.1 8B. Then the keys or values of one layer
+at a time are fitted. Ctrl-C loses nothing that is complete: the same command goes on. The samples do not depend on the
+cache: with --work, the directory is kept, and other caches are calibrated from it without running the model again.
+The same seed gives the same file."""
+
+EPILOG = f"""\
+examples:
+  kvq calibrate embedded --text notes.txt --cache kvquant:bits=2 --out notes.safetensors --samples 8 --length 512
+  kvq generate embedded --prompt "It was" --cache kvquant:bits=2 --calibration notes.safetensors
+  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=3 --out b3.safetensors --work samples
+  kvq calibrate path/to/model --text wiki.txt --cache kvquant:bits=4 --out b4.safetensors --work samples     (only fits)
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text to draw samples from")
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, required=True, help="the cache to calibrate")
+    parser.add_argument("--out", metavar="F", required=True, help="the file to write, for example wiki.safetensors")
+    parser.add_argument("--samples", metavar="N", type=inputs.positive, default=SAMPLES, help="random samples (default: %(default)s)")
+    parser.add_argument(
+        "--length",
+        metavar="W",
+        type=inputs.positive,
+        help=f"tokens of a sample (default: {LENGTH}, or the model's max_position_embeddings if that is less)",
+    )
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="of the samples: the same seed gives the same file (default: 0)")
+    parser.add_argument("--work", metavar="DIR", help="keep the samples here (default: OUT.work, deleted when the file is written)")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and gradients (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    work = Path(f"{out}.work" if options.work is None else options.work)
+    ids, length = _checked(options, out)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+    started = time.perf_counter()
+    try:
+        with input_errors():
+            calibration = fit.calibrate(
+                llama,
+                ids,
+                options.cache,
+                samples=options.samples,
+                length=length,
+                seed=options.seed,
+                work=work,
+                text=Path(options.text).name,
+                progress=bar,
+            )
+            save_calibration(calibration, out)
+    except KeyboardInterrupt:
+        warn(f"interrupted; the same command goes on from what is in {str(work)!r}")
+        raise
+    if options.work is None:
+        Store.delete(work)
+    result = report(calibration, options, len(ids), time.perf_counter() - started)
+    print_json(result) if options.json else _print(result)
+
+
+def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
+    """(the text's tokens, tokens of a sample), after everything that can be found wrong without the weights."""
+    config = inputs.read_config(options.model, options.cache)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
+    length = options.length or min(LENGTH, config.max_position_embeddings)
+    if length > config.max_position_embeddings:
+        warn(f"samples of {length} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
+    ids = inputs.encode(tokenizer, inputs.read_text(options.text))
+    with input_errors():
+        fit.check_request(options.cache, config, ids, options.samples, length)
+    return ids, length
+
+
+def report(calibration: Calibration, options: argparse.Namespace, text_tokens: int, seconds: float) -> dict[str, Any]:
+    """What was made, and from what."""
+    origin = calibration.origin
+    sides = [[calibration.keys.get(f"layers.{layer}.{side}") for side in ("k", "v")] for layer in range(calibration.dims.num_hidden_layers)]
+    return {
+        "file": options.out,
+        "bytes": Path(options.out).stat().st_size,
+        "seconds": seconds,
+        "model": options.model,
+        "cache": calibration.spec,
+        "text": origin.text,
+        "text_tokens": text_tokens,
+        "samples": origin.samples,
+        "length": origin.length,
+        "seed": origin.seed,
+        "dtype": origin.dtype,
+        "loss": origin.loss,
+        "work": options.work,
+        "layers": [{"layer": layer, "k": k, "v": v} for layer, (k, v) in enumerate(sides)],
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    rows = []
+    for (keys, values), group in groupby(result["layers"], key=lambda layer: (layer["k"], layer["v"])):
+        layers = [layer["layer"] for layer in group]
+        label = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+        rows.append((label, keys or "need none", values or "need none"))
+    print_table(f"{result['file']}: parameters fitted for {result['cache']}", ("layers", "keys", "values"), rows)
+    print(
+        f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of {result['length']} tokens out of "
+        f"{result['text_tokens']} of {result['text']}, seed {result['seed']}, {result['dtype']}; "
+        f"the model's loss on them {result['loss']:.3f} nats per token; {result['seconds']:.1f} s]"
+    )
+    print(f"use it: kvq generate {result['model']} --prompt P --cache '{result['cache']}' --calibration {result['file']}")

@@ -1,0 +1,221 @@
+"""`kvq demo`: the whole of kvq on a small model in about a minute. Several caches, one table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.resources
+import math
+import os
+import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_models.inference import decoding
+from kvq_models.inference.memory import CACHE_DTYPE
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.timed import TimedGeneration
+from kvq_tools.evaluation.finite import finite
+
+CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
+CONTEXT = 2048
+NEW_TOKENS = 64
+FEWEST_TOKENS = 32  # of a text, so that both halves mean something
+
+DESCRIPTION = f"""\
+Runs a model with several caches and compares them. The first half of a text is the prompt. Each cache then
+(1) continues it greedily and (2) predicts the second half token by token, reading what it stored: that gives the
+perplexity. Bytes are those of the whole cache at the text's length, exact windows included, beside a dense bf16 cache
+of the same capacity; tokens/s is decoding alone, compilation not counted.
+Without arguments: the embedded model, the opening of Pride and Prejudice, and {", ".join(CACHES)}."""
+
+EPILOG = f"""\
+examples:
+  kvq demo
+  kvq demo --model path/to/model --text notes.txt --cache dense --cache kivi:bits=2,recent=32
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("--model", default=inputs.EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)")
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)")
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.named_cache, action="append", help="a cache; may be given several times")
+    inputs.add_calibration(parser, several=True)
+    parser.add_argument(
+        "--context",
+        metavar="S",
+        type=inputs.positive,
+        default=CONTEXT,
+        help="use at most S tokens of the text, and never more than the model was trained for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--new-tokens", metavar="N", type=inputs.positive, default=NEW_TOKENS, help="tokens to generate (default: %(default)s)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What every cache is asked: continue `prompt` by `new_tokens`, then predict `rest`."""
+
+    prompt: list[int]
+    rest: list[int]
+    new_tokens: int
+    capacity: int
+
+
+def run(options: argparse.Namespace) -> None:
+    caches = options.cache or [inputs.named_cache(text) for text in CACHES]
+    text = _passage() if options.text is None else inputs.read_text(options.text)
+    config = inputs.read_config(options.model, *(spec for _, spec in caches))
+    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
+    task = make_task(inputs.encode(tokenizer, text), config, options.context, options.new_tokens)
+    for name, spec in caches:
+        inputs.warn_if_exact(name, kvq.layout(spec, config, 1, task.capacity), task.capacity - 1, f"in {task.capacity} tokens")
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(inputs.locate(options.model), dtype="float32")
+        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+    started = time.perf_counter()
+    with progress(f"compiling for {len(caches)} caches"):
+        rows = [Row(name, spec, model, task) for (name, spec), model in zip(caches, models, strict=True)]
+        generations = _in_threads(Row.compile, rows)
+    compile_seconds = time.perf_counter() - started
+    measured = []
+    for row, generation in zip(rows, generations, strict=True):
+        with progress(f"running {row.name}"):
+            measured.append(row.measure(generation, Continuation(tokenizer, task.prompt)))
+    result = {
+        "model": options.model,
+        "text": options.text or "passage.txt",
+        "context": len(task.prompt) + len(task.rest),
+        "capacity": task.capacity,
+        "prompt_tokens": len(task.prompt),
+        "scored_tokens": len(task.rest) - 1,
+        "new_tokens": task.new_tokens,
+        "prompt_end": tokenizer.decode(task.prompt[-48:]),
+        "bf16_bytes": kvq.dense_nbytes(config, 1, task.capacity),
+        "compile_seconds": compile_seconds,
+        "rows": _with_agreement(measured),
+    }
+    print_json(result) if options.json else _print(result)
+
+
+def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> Task:
+    """Splits a text of at most `context` tokens in the middle."""
+    ids = ids[: min(context, config.max_position_embeddings)]
+    inputs.check_tokens(ids, config)
+    if len(ids) < FEWEST_TOKENS:
+        raise UserError(f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, and has {len(ids)}")
+    prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    if new_tokens > len(rest):
+        raise UserError(f"--new-tokens {new_tokens} is more than the {len(rest)} tokens that follow the prompt within the context")
+    return Task(prompt, rest, new_tokens, len(ids))
+
+
+def _passage() -> str:
+    return (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text(encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One cache's share of the demo."""
+
+    name: str
+    spec: kvq.CacheSpec
+    llama: Llama
+    task: Task
+
+    def new_cache(self) -> kvq.Cache:
+        return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, CACHE_DTYPE)
+
+    def compile(self) -> TimedGeneration:
+        """Compiles everything that `measure` runs."""
+        rest, length = jnp.asarray([self.task.rest], jnp.int32), jnp.asarray([len(self.task.rest)], jnp.int32)
+        decoding.score_program.lower(self.llama, self.new_cache(), rest, length).compile()
+        return TimedGeneration(self.llama, self.new_cache(), self.task.prompt, max_new_tokens=self.task.new_tokens)
+
+    def measure(self, generation: TimedGeneration, continuation: Continuation) -> dict[str, Any]:
+        task = self.task
+        tokens = np.asarray(generation.run().tokens)[0].tolist()
+        _, cache = decoding.prefill(self.llama, self.new_cache(), np.array([task.prompt]))
+        logprobs, cache = decoding.score(self.llama, cache, np.array([task.rest]))
+        perplexity = math.exp(-float(jnp.mean(logprobs[0, 1:])))  # the first token of the rest is only read
+        stored = kvq.nbytes(cache)
+        dense = kvq.dense_nbytes(self.llama.config, 1, task.capacity)
+        return {
+            "name": self.name,
+            "cache": str(self.spec),
+            "perplexity": finite(perplexity),
+            "cache_bytes": stored,
+            "ratio": dense / stored,
+            "bits_per_element": 8 * stored / (dense / 2),
+            "tokens_per_second": task.new_tokens / generation.decode_seconds,
+            "prefill_seconds": generation.prefill_seconds,
+            "windows": {name: getattr(self.spec, name) for name in ("sink", "recent", "block")},
+            "text": continuation.text(tokens),
+            "tokens": tokens,
+        }
+
+
+def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> list[TimedGeneration]:
+    """`function` of every row, several at a time: XLA compiles without Python's lock."""
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    try:
+        return list(pool.map(function, rows))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds how many tokens each row generated before it first differs from the dense cache; None where no row is dense."""
+    dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
+    for row in rows:
+        pairs = enumerate(zip(row["tokens"], dense or [], strict=False))
+        row["tokens_as_dense"] = None if dense is None else next((i for i, (own, exact) in pairs if own != exact), len(dense))
+    return rows
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"The prompt, {result['prompt_tokens']} tokens of {result['text']}, ends:\n")
+    print(_paragraph("..." + result["prompt_end"]))
+    for row in result["rows"]:
+        print(f"\n{row['name']} goes on:\n")
+        print(_paragraph(row["text"]))
+    print()
+    rows = [
+        (
+            row["name"],
+            "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
+            "-" if row["tokens_as_dense"] is None else f"{row['tokens_as_dense']} of {result['new_tokens']}",
+            format_bytes(row["cache_bytes"]),
+            f"{row['ratio']:.2f}",
+            f"{row['bits_per_element']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+        )
+        for row in result["rows"]
+    ]
+    columns = ("cache", "perplexity", "first tokens as dense", "cache bytes", "ratio to bf16", "bits/element", "tokens/s")
+    title = (
+        f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes at {result['capacity']} tokens, "
+        f"exact windows included (bf16: {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took "
+        f"{result['compile_seconds']:.0f} s for all"
+    )
+    print_table(title, columns, rows, numeric=columns[1:])
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), width=100, initial_indent="    ", subsequent_indent="    ")

@@ -1,0 +1,364 @@
+"""`kvq doctor`: what a cache will do to a model, layer by layer, and what may go wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.attention import dispatch
+from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.bias_subtracting import inner_codec
+from kvq_jax.codecs.codebook import LevelCodec
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.methods.dense import Dense
+from kvq_jax.methods.kvquant.codec import KVQuantCodec
+from kvq_models.calibration.needs import fingerprint_of, needs
+from kvq_models.inference.memory_status import is_dense, quantizes
+from kvq_models.inference.method_parameters import check_calibration, how_to_calibrate
+from kvq_models.llama import checkpoint
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import doctor_outliers, inputs
+from kvq_tools.cli.console import UserError, input_errors, print_json, print_table
+
+LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
+BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
+
+DESCRIPTION = f"""\
+Tells layer by layer what a cache will apply to a model and what it will leave exact, and why: resolved bits and groups,
+packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim, QK-norm, RoPE,
+sliding window and the key projection's bias, and warns of what is known to go wrong. Says whether the cache needs a
+calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
+a calibration, what tells models apart (norms and two projections), and only from a local directory.
+
+{doctor_outliers.HELP}"""
+
+EPILOG = f"""\
+examples:
+  kvq doctor path/to/Qwen2.5-1.5B --cache innerq:bits=2
+  kvq doctor path/to/Llama-3.1-8B --outliers
+  kvq doctor embedded --outliers --text notes.txt
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, help="the cache (default: dense)")
+    inputs.add_calibration(parser)
+    parser.add_argument(
+        "--context", metavar="S", type=inputs.positive, help="capacity in tokens (default: the model's max_position_embeddings)"
+    )
+    parser.add_argument("--outliers", action="store_true", help="instead: predict from the weights which channels of keys have outliers")
+    parser.add_argument("--text", metavar="FILE", help="with --outliers: a UTF-8 text on which predictions are checked")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="with --text: of weights and activations (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.outliers:
+        unused = [name for name in ("cache", "calibration", "context") if getattr(options, name) is not None]
+        if unused:
+            raise UserError(f"--outliers looks at the model alone; leave --{unused[0]} out")
+        doctor_outliers.run(options)
+        return
+    if options.text is not None:
+        raise UserError("--text is for --outliers")
+    options.cache = options.cache or inputs.cache_spec("dense")
+    config = inputs.read_config(options.model, options.cache)
+    context = options.context or config.max_position_embeddings
+    cache = kvq.layout(options.cache, config, 1, context)
+    biases = key_biases(inputs.locate(options.model), config)
+    calibration, missing = calibration_state(inputs.locate(options.model), config, cache.spec, options.calibration)
+    heads = config.num_attention_heads
+    layers = [describe_layer(index, plan, cache.spec, heads) | _bias_facts(biases, index) for index, plan in enumerate(cache.plans)]
+    result = {
+        "model": options.model,
+        "cache": str(cache.spec),
+        "context": context,
+        "regions": {
+            "sink": cache.spec.sink,
+            "recent": cache.spec.recent,
+            "block": cache.spec.block,
+            "body": cache.spec.regions(context).body_capacity,
+        },
+        "facts": facts(config, cache.spec, inputs.raw_config(options.model), biases) | {"calibration": calibration},
+        "layers": layers,
+        "warnings": warnings(config, cache, biases) + missing,
+    }
+    print_json(result) if options.json else _print(result)
+
+
+# --- layers -------------------------------------------------------------------------------------------------------------------------------
+
+
+def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int) -> dict[str, Any]:
+    """Both sides of a layer (`kv` where both are read from the same rows), why a side is left exact where it is, and why no GPU kernel
+    reads it where none does (else None)."""
+    skipped = index in spec.skip_layers
+    exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
+    if skipped:
+        reason = "skip_layers names it"
+    elif is_dense(spec):
+        reason = "the cache is dense"
+    elif not quantizes(plan):
+        reason = "its options keep rows as they are"
+    else:
+        reason = next((f"{side} is dense" for side in exact if exact[side]), None)
+    sides = {side: describe_side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
+    return {
+        "layer": index,
+        "quantized": quantizes(plan),
+        "reason": reason,
+        "no_kernel": dispatch.unsupported(plan, query_heads, 1),
+        **sides,
+    }
+
+
+def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
+    """The codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
+    tokens = 32 * plan.regions.block
+    body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, plan.heads, tokens))
+    coder = inner_codec(codec)
+    described = {
+        "codec": type(coder).__name__,
+        **_options(coder),
+        **({"subtract_bias": True} if coder is not codec else {}),
+        "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1)),
+    }
+    if isinstance(coder, GroupCodec):
+        layout = coder.format.layout
+        described["packing"] = {
+            "code_bits": coder.format.code_bits,
+            "plane_channels": layout.plane,
+            "tokens_per_word_row": layout.slots,
+            "padding_channels": layout.chunks * layout.plane - layout.channels,
+        }
+    return described
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """The plain fields of a codec, those of nested dataclasses included; tables and arrays are left out."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        entry = getattr(value, field.name)
+        if dataclasses.is_dataclass(entry):
+            found |= _options(entry)
+        elif isinstance(entry, str | int | float) and field.name != "side":
+            found[field.name] = entry
+    return found
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------------------------
+
+
+def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
+    """What of the model matters to a cache, in words."""
+    h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.prompt_statistics]
+    normed = "applied when keys are rebuilt" if rebuilds_keys(spec, config) else "keys are cached after it"
+    return {
+        "model": f"{config.model_type}, {config.num_hidden_layers} layers",
+        "heads": f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads",
+        "head_dim": str(h),
+        "qk_norm": f"yes; {normed}" if config.qk_norm else "none",
+        "rope": f"{config.rope.rope_type}, theta {config.rope.theta:g}"
+        + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
+        "sliding_window": _sliding_window(hf),
+        "outliers": _outliers(config, spec),
+        "k_proj_bias": _bias_in_words(config, biases) + ("; subtracted before keys are coded" if spec.subtract_bias else ""),
+        "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
+    }
+
+
+def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
+    """Whether keys are made again from what is cached in any layer."""
+    return any(plan.k.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
+
+
+def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
+    width, fraction = config.num_key_value_heads * config.head_dim, kvq.outlier_fraction(spec, config)
+    return f"exact slots for {fraction:.2%} of all elements; a token has {width} of each side" if fraction else "none kept exact"
+
+
+def _sliding_window(hf: dict[str, Any]) -> str:
+    """An active window is refused when the config is read, so what is left has no effect."""
+    window = hf.get("sliding_window")
+    return "none" if window is None else f"{window} in config.json, inactive: every layer attends to all tokens"
+
+
+def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
+    """k_proj's bias of every layer, [K * H] fp32, read without any other tensor; None where there is none or no local weights."""
+    stored = _stored_weights(model) if config.qkv_bias else None
+    if stored is None:
+        return None
+    names = [BIAS_NAME.format(layer) for layer in range(config.num_hidden_layers)]
+    with input_errors():
+        missing = [name for name in names if name not in stored]
+        if missing:
+            raise ValueError(f"the files lack tensor {missing[0]!r}, which the model of config.json needs")
+        return [checkpoint.read_tensor(stored, name).astype(np.float32) for name in names]
+
+
+def _stored_weights(model: str) -> Mapping[str, Any] | None:
+    """What the weight files of a local directory hold, by their headers; None where there are none."""
+    if not Path(model).is_dir() or not any(Path(model).glob("*.safetensors")):
+        return None
+    with input_errors():
+        return checkpoint.read_headers(checkpoint.weight_files(Path(model)))
+
+
+def _bias_facts(biases: list[np.ndarray] | None, layer: int) -> dict[str, Any]:
+    if biases is None:
+        return {"k_proj_bias": None}
+    bias = biases[layer]
+    return {
+        "k_proj_bias": {"norm": float(np.linalg.norm(bias)), "largest": float(np.abs(bias).max()), "median": float(np.median(np.abs(bias)))}
+    }
+
+
+def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
+    if not config.qkv_bias:
+        return "none"
+    if biases is None:
+        return "yes; not read: the weights are not in a local directory"
+    worst = int(np.argmax([np.abs(b).max() for b in biases]))
+    return f"yes; largest {np.abs(biases[worst]).max():.3g} in layer {worst}"
+
+
+# --- calibration --------------------------------------------------------------------------------------------------------------------------
+
+
+def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file: str | None) -> tuple[str, list[str]]:
+    """(what the cache needs and has, in words; warnings). UserError where the file is not for this cache and model."""
+    needed = needs(spec, config)
+    if not needed and file is None:
+        return "not needed" + ("; what rebuilds keys is made from the weights" if rebuilds_keys(spec, config) else ""), []
+    if file is None:
+        keys, values = (sum(need.side == side for need in needed.values()) for side in ("k", "v"))
+        return f"needed for the keys of {keys} layers and the values of {values}", [
+            f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}"
+        ]
+    stored = _stored_weights(model)
+    with input_errors():
+        own = None if stored is None else fingerprint_of(config, lambda name: checkpoint.read_tensor(stored, name))
+        found = check_calibration(spec, config, file, own)
+    assert found is not None, "a file is refused where none is needed"
+    compared = "fits this cache and model" if own else "fits this cache; the weights are not in a local directory and were not compared"
+    origin = found.origin
+    return f"{compared}: {origin.samples} samples of {origin.length} tokens of {origin.text}, seed {origin.seed}, {origin.dtype}", []
+
+
+# --- warnings -----------------------------------------------------------------------------------------------------------------------------
+
+
+def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+    """What is known to go wrong with this model and this cache, one sentence each."""
+    spec, found = cache.spec, []
+    windows = spec.sink + spec.recent + spec.block
+    if any(map(quantizes, cache.plans)) and not spec.regions(cache.capacity).body_capacity:
+        found.append(f"nothing is quantized within {cache.capacity} tokens: the exact windows hold sink + recent + block = {windows}")
+    if config.rope.rope_type == "dynamic":
+        found.append(
+            f"rope type dynamic: the base is frozen from the capacity ({cache.capacity}), since cached keys keep their rotation; "
+            f"output equals Hugging Face's up to {config.max_position_embeddings} tokens"
+        )
+    if config.head_dim not in kernel_readers.HEAD_DIMS:
+        found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
+    coders = [inner_codec(codec) for plan in cache.plans for codec in plan.codecs]
+    padded = {c.format.layout.chunks * c.format.layout.plane for c in coders if isinstance(c, GroupCodec)}
+    wasteful = max(padded, default=config.head_dim)
+    if wasteful > config.head_dim:
+        found.append(f"codes of {config.head_dim} channels are padded to {wasteful} to fill words, and the padding is stored")
+    return found + _bias_warnings(cache, biases)
+
+
+def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
+    """Per-token key groups share a scale between channels, so one channel with a large constant part sets the step of all the others."""
+    found = []
+    for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
+        bits, largest = _bits_of_token_groups(plan.k), float(np.abs(bias).max())
+        if bits is None or largest < LARGE_BIAS:
+            continue
+        if getattr(plan.k, "normalize", False):
+            found.append(
+                f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's norm removes only its square root: "
+                "add subtract_bias=true"
+            )
+        else:
+            step = 2 * largest / (2**bits - 1)
+            found.append(
+                f"layer {layer}: k_proj bias up to {largest:.3g} makes steps of about {step:.3g} in per-token key groups, "
+                f"which erases smaller channels; add subtract_bias=true, or use per-channel keys (k=kivi) or skip_layers={layer}"
+            )
+    return found
+
+
+def _bits_of_token_groups(keys: Codec) -> int | None:
+    """Bits of codes whose scale the channels of a token share; None for other codecs, and for keys without their bias."""
+    if isinstance(keys, GroupCodec):
+        return keys.format.code_bits if keys.format.axis == "channels" else None
+    if isinstance(keys, LevelCodec | KVQuantCodec):
+        return keys.format.bits if keys.format.group is not None else None
+    return None
+
+
+# --- text ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def _print(result: dict[str, Any]) -> None:
+    regions = result["regions"]
+    print_table(result["model"], ("what", "found"), list(result["facts"].items()))
+    rows = []
+    for _, group in groupby(result["layers"], key=lambda layer: {k: v for k, v in layer.items() if k not in ("layer", "k_proj_bias")}):
+        run = list(group)
+        first, last = run[0]["layer"], run[-1]["layer"]
+        what = "quantized" if run[0]["quantized"] else "exact"
+        sides = (_side_text(run[0]["kv"]), "from the same rows") if "kv" in run[0] else (_side_text(run[0]["k"]), _side_text(run[0]["v"]))
+        rows.append(
+            (
+                first if first == last else f"{first}-{last}",
+                what,
+                run[0]["reason"] or "",
+                *sides,
+                f"no: {run[0]['no_kernel']}" if run[0]["no_kernel"] else "yes",
+            )
+        )
+    title = (
+        f"{result['cache']} at {result['context']} tokens: {regions['body']} in the body, "
+        f"exact windows sink {regions['sink']}, recent {regions['recent']}, block {regions['block']}"
+    )
+    print_table(title, ("layers", "is", "because", "keys", "values", "GPU kernel"), rows)
+    biases = [
+        (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values())) for layer in result["layers"] if layer["k_proj_bias"]
+    ]
+    if biases:
+        print_table("k_proj bias", ("layer", "norm", "largest", "median"), biases, numeric=("layer", "norm", "largest", "median"))
+    for warning in result["warnings"]:
+        print(f"warning: {warning}")
+    if not result["warnings"]:
+        print("no warnings")
+
+
+def _side_text(side: dict[str, Any]) -> str:
+    options = {
+        key: value
+        for key, value in side.items()
+        if key not in ("codec", "stored_bits", "packing", "channels", "block", "heads", "width") and value is not False
+    }
+    text = ", ".join(key if value is True else f"{key} {value}" for key, value in options.items())
+    packing = side.get("packing")
+    if packing:
+        text += f"; packed in planes of {packing['plane_channels']} channels, {packing['tokens_per_word_row']} tokens per word row"
+        text += f", {packing['padding_channels']} channels of padding" if packing["padding_channels"] else ""
+    return f"{side['stored_bits']:.2f} bits stored: {text}"

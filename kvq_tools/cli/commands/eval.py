@@ -1,0 +1,268 @@
+"""`kvq eval`: what caches do to a model's predictions of a text."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_models.inference.memory import CACHE_DTYPE
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.evaluation.finite import finite
+from kvq_tools.evaluation.results import BUCKETS, Evaluation
+from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, Settings, check_request, evaluate_caches
+from kvq_tools.evaluation.text import TokenizedText, tokenize
+from kvq_tools.evaluation.through import CHUNK, MODES, STEP
+
+MODEL_ROW = "no cache"
+
+DESCRIPTION = """\
+Reads a text with a model whose keys and values go through each cache SPEC, and once without a cache. Prints
+  perplexity, bits/byte    of the text: exp(mean -log q), and in bits for each UTF-8 byte of the scored tokens
+  KL                       mean KL(p || q) of the predicted distributions, p without a cache, q through it
+  top-1 agreement          how often the likeliest next token is the same; where it is not, the cache flips it
+  cache bytes              of one sequence of --window tokens, exact windows included, with exact rows in bfloat16
+
+The text is read in windows of W tokens, one every S tokens, each with an empty cache. A token is scored once, in the
+first window that holds it: after the first window, with at least W - S tokens before it. With S = W the windows do not
+overlap, and the first token of each is not scored.
+
+--mode decode   token after token through the cache, as generation reads it: the truth
+       chunked  prefill of --chunk tokens at a time: exact inside a chunk, everything before it through the cache
+       fake     one forward pass in which every token is quantized, the newest too, as papers simulate it
+Methods that take statistics from a prompt have none in decode unless --prompt gives them one."""
+
+EPILOG = f"""\
+examples:
+  kvq eval embedded --text notes.txt --cache kivi:bits=2 --cache innerq:bits=2 --window 1024
+  kvq eval path/to/model --text wiki.txt --cache kivi:bits=4 --mode chunked --batch 8 --limit 100000 --dtype bfloat16 --json
+  kvq eval embedded --text notes.txt --cache squat --window 1024 --stride 512 --prompt 512
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    add_request(parser)
+    parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
+
+
+def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """What is evaluated and how, for commands that evaluate caches on a text; `checked` reads it."""
+    parser.add_argument("--text", metavar="FILE", required=required, help="a UTF-8 text to predict")
+    parser.add_argument(
+        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=required, help="a cache; may be given several times"
+    )
+    inputs.add_calibration(parser, several=True)
+    parser.add_argument(
+        "--window",
+        metavar="W",
+        type=inputs.positive,
+        help=f"tokens of a window (default: the model's max_position_embeddings, or {MOST_WINDOW} if that is less)",
+    )
+    parser.add_argument("--stride", metavar="S", type=inputs.positive, help="from one window to the next (default: half a window)")
+    parser.add_argument("--mode", choices=MODES, default="decode", help="how the cache is used (default: %(default)s)")
+    parser.add_argument("--chunk", metavar="C", type=inputs.positive, help=f"tokens of a chunk of --mode chunked (default: {CHUNK})")
+    parser.add_argument(
+        "--prompt", metavar="P", type=inputs.positive, help="prefill P tokens of each window in --mode decode, and do not score them"
+    )
+    parser.add_argument(
+        "--step",
+        metavar="T",
+        type=inputs.positive,
+        help=f"tokens of one step of --mode decode; 1 is what fused GPU kernels serve, others are quicker (default: {STEP})",
+    )
+    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="windows at a time (default: %(default)s)")
+    parser.add_argument("--limit", metavar="TOKENS", type=inputs.positive, help="read only the first tokens of the text")
+    parser.add_argument(
+        "--buckets",
+        metavar="N",
+        type=inputs.positive,
+        default=BUCKETS,
+        help="parts of a window in numbers by position (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=inputs.DTYPES,
+        default="float32",
+        help="of weights, activations and exact rows (default: %(default)s); in bfloat16, --cache dense shows what rounding alone does",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    config, text, settings, files = checked(options)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
+    for name, spec in options.cache:
+        warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
+    started = time.perf_counter()
+    found = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
+    result = report(options, config, text, settings, found, time.perf_counter() - started)
+    print_json(result) if options.json else _print(result)
+
+
+def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
+    """Everything that can be found wrong without the weights is found here."""
+    for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
+        if getattr(options, name) is not None and options.mode != mode:
+            raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
+    whole = inputs.read_text(options.text)
+    specs = [spec for _, spec in options.cache]
+    config = inputs.read_config(options.model, *specs)
+    files = inputs.calibrations(config, specs, options.calibration or [])
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
+    text = tokenize(tokenizer, whole)
+    text = text if options.limit is None else text.first(options.limit)
+    with input_errors():
+        settings = check_request(
+            config,
+            text.ids,
+            specs,
+            window=options.window,
+            stride=options.stride,
+            mode=options.mode,
+            batch=options.batch,
+            chunk=options.chunk or CHUNK,
+            prompt=options.prompt or 0,
+            step=options.step or STEP,
+        )
+    return config, text, settings, files
+
+
+def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
+    """`inputs.warn_if_exact` for windows of the cache's capacity."""
+    window, chunked = cache.capacity, settings.mode == "chunked"
+    newest = (window - 1) // settings.chunk * settings.chunk if chunked else window - 1
+    chunks = f" and chunks of {settings.chunk}" if chunked else ""
+    inputs.warn_if_exact(name, cache, None if settings.mode == "fake" else newest, f"in windows of {window} tokens{chunks}")
+
+
+def report(
+    options: argparse.Namespace,
+    config: LlamaConfig,
+    text: TokenizedText,
+    settings: Settings,
+    found: Sequence[Evaluation],
+    seconds: float,
+) -> dict[str, Any]:
+    """All numbers, from the evaluations of the caches in their order."""
+    first = found[0]
+    parts = first.by_position(options.buckets)
+    bf16 = kvq.dense_nbytes(config, 1, first.window)
+    return {
+        "model": options.model,
+        "text": options.text,
+        "text_tokens": text.ids.size,
+        "scored_tokens": first.tokens,
+        "scored_bytes": first.utf8_bytes,
+        **settings._asdict(),
+        "chunk": settings.chunk if settings.mode == "chunked" else None,
+        "step": settings.step if settings.mode == "decode" else None,
+        "dtype": options.dtype,
+        "capacity": first.window,
+        "bf16_bytes": bf16,
+        "seconds": seconds,
+        "positions": [{"first": b.first, "last": b.last, "tokens": b.tokens} for b in parts],
+        "exact": {
+            "perplexity": finite(first.exact_perplexity),
+            "bits_per_byte": finite(first.exact_bits_per_byte),
+            "by_position": {"nats": [finite(b.exact_nats) for b in parts]},
+        },
+        "caches": [_cache_report(name, e, config, bf16, options) for (name, _), e in zip(options.cache, found, strict=True)],
+    }
+
+
+def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: int, options: argparse.Namespace) -> dict[str, Any]:
+    spec, parts = evaluation.spec, evaluation.by_position(options.buckets)
+    size = kvq.nbytes(kvq.layout(spec, config, 1, evaluation.window, CACHE_DTYPE))
+    return {
+        "name": name,
+        "cache": str(spec),
+        "perplexity": finite(evaluation.perplexity),
+        "bits_per_byte": finite(evaluation.bits_per_byte),
+        "kl": finite(evaluation.mean_kl),
+        "agreement": evaluation.agreement,
+        "flips": evaluation.flips.size,
+        "cache_bytes": size,
+        "ratio": bf16 / size,
+        "bits_per_element": kvq.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
+        "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
+        "by_position": {
+            "nats": [finite(b.nats) for b in parts],
+            "kl": [finite(b.kl) for b in parts],
+            "flips": [b.flips for b in parts],
+        },
+        **({"flip_positions": evaluation.flips.tolist()} if options.flips else {}),
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    columns = ("cache", "perplexity", "bits/byte", "KL", "top-1 agreement", "cache bytes", "ratio to bf16", "bits/element")
+    exact = result["exact"]
+    rows = [
+        (
+            MODEL_ROW,
+            _number(exact["perplexity"], 3),
+            _number(exact["bits_per_byte"], 4),
+            "",
+            "",
+            format_bytes(result["bf16_bytes"]),
+            "1.00",
+            "16.00",
+        )
+    ]
+    for c in result["caches"]:
+        rows.append(
+            (
+                c["name"],
+                _number(c["perplexity"], 3),
+                _number(c["bits_per_byte"], 4),
+                _number(c["kl"], 5),
+                f"{c['agreement']:.2%}",
+                format_bytes(c["cache_bytes"]),
+                f"{c['ratio']:.2f}",
+                f"{c['bits_per_element']:.2f}",
+            )
+        )
+    title = (
+        f"{result['model']} on {result['text']}: {result['scored_tokens']} of {result['text_tokens']} tokens scored in windows of "
+        f"{result['capacity']} by {result['stride']}, mode {result['mode']}{_detail(result)}, {result['dtype']}, {result['seconds']:.0f} s"
+    )
+    print_table(title, columns, rows, numeric=columns[1:])
+    _print_positions(result)
+
+
+def _detail(result: dict[str, Any]) -> str:
+    if result["mode"] == "chunked":
+        return f" ({result['chunk']} tokens at a time)"
+    return f" (after a prompt of {result['prompt']} tokens)" if result["prompt"] else ""
+
+
+def _print_positions(result: dict[str, Any]) -> None:
+    """Numbers by position, but for parts of a window in which nothing was scored."""
+    held = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
+    columns = ("by position in the window", "", *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in held)))
+
+    def row(name: str, what: str, values: Sequence[float | int | None], digits: int) -> tuple[str, ...]:
+        return (name, what, *(_number(values[i], digits) for i in held))
+
+    rows = [
+        row(MODEL_ROW, "tokens", [part["tokens"] for part in result["positions"]], 0),
+        row("", "nats", result["exact"]["by_position"]["nats"], 4),
+    ]
+    for c in result["caches"]:
+        by = c["by_position"]
+        rows += [row(c["name"], "nats", by["nats"], 4), row("", "KL", by["kl"], 5), row("", "flips", by["flips"], 0)]
+    print_table("", columns, rows, numeric=columns[2:])
+
+
+def _number(value: float | int | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,202 @@
+"""`kvq generate`: continue a prompt through a cache, and say what was really done."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache
+from kvq_models.inference import decoding
+from kvq_models.inference.generation import STREAM_STEPS
+from kvq_models.inference.memory_status import quantized_tokens
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.timed import TimedGeneration
+
+CAPACITY_STEP = 64
+
+DESCRIPTION = """\
+Continues a prompt with a Llama-family checkpoint whose keys and values go through the cache SPEC, prints the text, and
+ends with one line that tells what was really done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
+(compilation apart) and speed. Greedy unless --temperature is given."""
+
+EPILOG = f"""\
+examples:
+  kvq generate embedded --prompt "It was a bright" --cache kivi:bits=2 --max-new-tokens 60 --stream
+  kvq generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Name three rivers." --cache innerq:bits=2 --temperature 0.7 --top-p 0.9
+  kvq generate path/without/tokenizer --prompt-ids 1,306,763 --cache dense --json
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="P", help="the text to continue")
+    prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue")
+    prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    inputs.add_calibration(parser)
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=inputs.positive, default=128, help="stop after N tokens (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
+    parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument(
+        "--capacity",
+        metavar="S",
+        type=inputs.positive,
+        help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "pallas"),
+        help="what reads the packed cache (default: fused kernels on a GPU where the cache has them, else xla; the last line says which)",
+    )
+    parser.add_argument("--stream", action="store_true", help="print text as it comes")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and exact rows (default: %(default)s)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked request: nothing in it can fail for the user's fault but the weights."""
+
+    config: LlamaConfig
+    tokenizer: Any
+    prompt: list[int]
+    capacity: int
+    sampling: Sampling
+
+
+def run(options: argparse.Namespace) -> None:
+    request = _checked(options)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+    with input_errors():
+        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        cache = inputs.new_cache(options.cache, llama.config, request.capacity, options.dtype)
+    with progress("compiling"):
+        generation = TimedGeneration(
+            llama,
+            cache,
+            request.prompt,
+            max_new_tokens=options.max_new_tokens,
+            sampling=request.sampling,
+            eos_ids=llama.config.eos_token_ids,
+            seed=options.seed,
+            implementation=options.implementation,
+        )
+    continuation = Continuation(request.tokenizer, request.prompt)
+    streams = options.stream and not options.json
+    ids, cache = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
+    implementations = decoding.implementations(cache, options.implementation)
+    done = _report(generation, cache, request, ids, implementations) | {"calibration": options.calibration}
+    if options.json:
+        print_json(done | {"text": None if request.tokenizer is None else continuation.text(ids), "tokens": ids})
+        return
+    print(continuation.push(ids, last=True))
+    print(footer(done))
+
+
+def _checked(options: argparse.Namespace) -> Request:
+    """Everything that can be found wrong without the weights is found here."""
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    with input_errors():
+        sampling.check()
+    text = inputs.read_text(options.prompt_file) if options.prompt_file is not None else options.prompt
+    if text == "":
+        raise UserError("the prompt is empty; give at least one character")
+    if options.chat and text is None:
+        raise UserError("--chat needs --prompt or --prompt-file: a chat template is filled with text")
+    config = inputs.read_config(options.model, options.cache)
+    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    tokenizer = inputs.load_tokenizer(options.model)
+    if text is not None and tokenizer is None:
+        raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")
+    prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
+    inputs.check_tokens(prompt, config)
+    request = Request(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
+    layout = kvq.layout(options.cache, config, 1, request.capacity, options.dtype)
+    inputs.check_memory(layout)
+    with input_errors():
+        decoding.implementations(layout, options.implementation)
+    return request
+
+
+def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
+    need = prompt + options.max_new_tokens
+    if options.capacity is not None and options.capacity < need:
+        raise UserError(f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity {options.capacity}")
+    if need > config.max_position_embeddings:
+        warn(f"{need} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+    return options.capacity or inputs.round_up(need, CAPACITY_STEP)
+
+
+def _generated(generation: TimedGeneration, continuation: Continuation, steps: int, show: bool) -> tuple[list[int], Cache]:
+    """(new token ids, the cache after them); with `show`, text is printed on the way."""
+    ids: list[int] = []
+    cache = None
+    for so_far in generation.segments(steps):
+        ids, cache = np.asarray(so_far.tokens)[0, : int(so_far.lengths[0])].tolist(), so_far.cache
+        if show:
+            print(continuation.push(ids), end="", flush=True)
+    assert cache is not None, "max_new_tokens is at least 1"
+    return ids, cache
+
+
+def _report(
+    generation: TimedGeneration, cache: Cache, request: Request, ids: list[int], implementations: tuple[str, ...]
+) -> dict[str, Any]:
+    """What was really done, read from the cache after the run."""
+    stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
+    dropped, kept = kvq.dropped_outliers(cache)
+    return {
+        "cache": str(cache.spec),
+        "capacity": cache.capacity,
+        "cache_bytes": stored,
+        "bf16_bytes": dense,
+        "ratio": dense / stored,
+        "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
+        "bits_per_element": kvq.bits_per_element(cache.spec, request.config, cache.capacity, cache.dtype),
+        "quantized_tokens": quantized_tokens(cache, int(cache.lengths[0])),
+        "outliers": {"exact": kept, "without_slot": dropped},
+        "prompt_tokens": len(request.prompt),
+        "new_tokens": len(ids),
+        "prefill_seconds": generation.prefill_seconds,
+        "decode_seconds": generation.decode_seconds,
+        "compile_seconds": generation.compile_seconds,
+        "tokens_per_second": len(ids) / generation.decode_seconds,
+        "implementation": "+".join(sorted(set(implementations))),
+        "skip_layers": list(cache.spec.skip_layers),
+    }
+
+
+def footer(done: dict[str, Any]) -> str:
+    """The report in one line."""
+    live, outliers = done["prompt_tokens"] + done["new_tokens"], done["outliers"]
+    sparse = f"{outliers['exact']} outliers exact, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
+    return (
+        f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
+        f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
+        f"{done['quantized_tokens']} of {live} tokens quantized; "
+        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens; "
+        f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
+        f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}; "
+        f"layers skipped: {', '.join(map(str, done['skip_layers'])) or 'none'}]"
+    )

@@ -1,0 +1,197 @@
+"""`kvq memory`: how large a cache will be, from config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.paper_bits import paper_bits
+from kvq_jax.codecs.bias_subtracting import inner_codec
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.methods.xquant.roofline import Device
+from kvq_models.inference.memory import parameter_bytes, working_bytes
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs, memory_roofline
+from kvq_tools.cli.console import format_bytes, print_json, print_table, progress
+
+MASK_BITS = 1  # of a hybrid group in the paper's layout: which quantizer it took
+SLOT_BITS = 32  # of a hybrid group in the paper's layout: 32 signs, or an fp32 zero
+SCALE_BITS = 16
+
+DESCRIPTION = """\
+Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose
+cache fits a given memory. Reads config.json only: no weights are loaded or downloaded. The budget is for the cache
+alone; weights come on top, and so do what is listed as parameters (made once from weights or a calibration) and as
+working memory (of a decode step). With --roofline, for caches that rebuild keys and values: how long a context may be
+before that takes longer than reading weights and cache (section 3.4 of the XQuant paper)."""
+
+EPILOG = f"""\
+examples:
+  kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 --context 131072 --batch 1 --budget 24GiB
+  kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 --cache kivi:bits=2 --roofline h200
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument(
+        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=True, help="a cache; may be given several times"
+    )
+    parser.add_argument(
+        "--context",
+        metavar="S",
+        type=inputs.positive,
+        help="capacity in tokens of each sequence (default: the model's max_position_embeddings)",
+    )
+    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB"
+    )
+    parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of exact rows, the model's (default: %(default)s)")
+    memory_roofline.add(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
+    context = options.context or config.max_position_embeddings
+    with progress("counting"):
+        sizes = options.batch, context, options.dtype, options.budget
+        measured = [{"name": text} | measure(spec, config, *sizes, options.roofline) for text, spec in options.cache]
+    result = {
+        "model": options.model,
+        "context": context,
+        "batch": options.batch,
+        "dtype": options.dtype,
+        "budget_bytes": options.budget,
+        "max_position_embeddings": config.max_position_embeddings,
+        "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
+        "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
+        "caches": measured,
+    }
+    print_json(result) if options.json else _print(result)
+
+
+def measure(
+    spec: kvq.CacheSpec,
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    dtype: str,
+    budget: int | None = None,
+    device: Device | None = None,
+) -> dict[str, Any]:
+    """The numbers of one cache, all counted from its layout; `roofline` only for a device."""
+    layout = kvq.layout(spec, config, batch, context, dtype)
+    size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
+    return {
+        "cache": str(spec),
+        "bytes": size,
+        "ratio": kvq.dense_nbytes(config, batch, context) / size,
+        "bits_per_element": kvq.bits_per_element(spec, config, context, dtype),
+        "body_bits_per_element": kvq.body_bits_per_element(spec, config),
+        "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
+        "parameter_bytes": sum(parameters),
+        "working_bytes": working_bytes(layout),
+        "paper_layout_bytes": paper_layout_bytes(layout),
+        "paper_bits_per_element": paper_bits(spec, config, context),
+        "outlier_fraction": kvq.outlier_fraction(spec, config),
+        "largest_context": None if budget is None else largest_context(spec, config, batch, dtype, budget),
+        "roofline": None if device is None else memory_roofline.describe(layout, config, parameters, jnp.dtype(dtype).itemsize, device),
+    }
+
+
+def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
+    """The largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
+
+    def fits(capacity: int) -> bool:
+        return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def paper_layout_bytes(cache: Cache) -> int | None:
+    """Bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
+
+    A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode.
+    Everything else is counted as stored.
+    """
+    hybrid = list(_hybrid_bodies(cache))
+    if not hybrid:
+        return None
+    ours = theirs = 0
+    for codec, body, tokens in hybrid:
+        elements = cache.batch * cache.dims.num_key_value_heads * tokens * codec.format.channels
+        groups = elements // codec.format.group_size
+        ours += kvq.nbytes(body)
+        theirs += -(-(elements * codec.format.bits + groups * (SLOT_BITS + SCALE_BITS + MASK_BITS)) // 8)
+    return kvq.nbytes(cache) - ours + theirs
+
+
+def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupCodec, Any, int]]:
+    """(codec, body, tokens of the body's capacity) of each side and layer with hybrid groups."""
+    for plan, layer in zip(cache.plans, cache.layers, strict=True):
+        for codec, body in zip(plan.codecs, layer.body, strict=True):
+            coder = inner_codec(codec)
+            if isinstance(coder, GroupCodec) and coder.format.scheme == "hybrid":
+                yield coder, body, plan.regions.body_capacity
+
+
+def _print(result: dict[str, Any]) -> None:
+    title = f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16 {format_bytes(result['bf16_bytes'])}"
+    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows", "of 16 bits"]
+    if result["budget_bytes"] is not None:
+        columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
+    rows = []
+    for c in result["caches"]:
+        numbers = [
+            c["bytes"],
+            format_bytes(c["bytes"]),
+            f"{c['ratio']:.2f}",
+            f"{c['bits_per_element']:.3f}",
+            f"{c['body_bits_per_element']:.3f}",
+            f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
+        ]
+        rows.append([c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
+    print_table(title, columns, rows, numeric=columns[1:])
+    parts = [
+        (c["name"], p["side"], p["name"], p["bytes"], format_bytes(p["bytes"]))
+        for c in result["caches"]
+        for p in c["components"]
+        if p["bytes"]
+    ]
+    print_table("components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size"))
+    beside = [
+        (c["name"], what, c[key], format_bytes(c[key]))
+        for c in result["caches"]
+        for key, what in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
+        if c[key]
+    ]
+    if beside:
+        print_table("beside the cache", ("cache", "part", "bytes", "size"), beside, numeric=("bytes", "size"))
+    for c in result["caches"]:
+        if c["paper_layout_bytes"] is not None:
+            print(f"{c['name']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the paper's layout")
+        if c["outlier_fraction"]:
+            print(f"{c['name']}: exact slots for {c['outlier_fraction']:.3%} of all elements")
+        if c["paper_bits_per_element"] is not None:
+            print(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
+    if result["device"] is not None:
+        memory_roofline.print_roofline(result["caches"], result["device"])
+    if result["budget_bytes"] is not None:
+        print(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")

@@ -1,0 +1,92 @@
+"""`kvq methods`: what the registry and the methods' declarations say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.cache.spec import CACHE_OPTIONS
+from kvq_jax.methods.base import Method
+from kvq_tools.cli.console import print_json, print_table
+from kvq_tools.cli.inputs import CACHE_GRAMMAR
+
+REFERENCE_DIMS = CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
+    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
+)
+
+DESCRIPTION = """\
+Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its exact
+windows, and the average bits that it stores for an element of the quantized body (scales, zeros and padding included,
+windows not) at head_dim 128."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = f"example:\n  kvq methods --json\n\n{CACHE_GRAMMAR}"
+
+
+def run(options: argparse.Namespace) -> None:
+    described = [describe(kind) for kind in kvq.METHODS.values()]
+    if options.json:
+        print_json({"methods": described, "cache_options": list(CACHE_OPTIONS), "head_dim": REFERENCE_DIMS.head_dim})
+        return
+    for method in described:
+        _print_method(method)
+    print(f"Options of the cache, for every method: {', '.join(CACHE_OPTIONS)}.")
+    print("subtract_bias=true is for models whose key projection has a bias, and for methods that cache keys.")
+
+
+def describe(kind: type[Method]) -> dict[str, Any]:
+    """What a method declares, and its average bits for each value of `bits` where it has such an option."""
+    fields = dataclasses.fields(kind)
+    bits = next((f.metadata["choices"] for f in fields if f.name == "bits"), ())
+    specs = [f"{kind.name}:bits={b}" for b in bits] or [kind.name]
+    windows = kind().windows()
+    return {
+        "name": kind.name,
+        "summary": kind.summary,
+        "source": kind.source,
+        "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
+        "windows": dataclasses.asdict(windows),
+        "prompt_statistics": kind.prompt_statistics,
+        "presets": dict(kind.presets),
+        "options": [
+            {
+                "name": f.name,
+                "default": f.default,
+                "choices": list(f.metadata["choices"]),
+                "per_layer": f.metadata["per_layer"],
+                "help": f.metadata["help"],
+            }
+            for f in fields
+        ],
+    }
+
+
+def _print_method(method: dict[str, Any]) -> None:
+    windows, bits = method["windows"], method["average_bits"]
+    print(f"{method['name']}: {method['summary']}")
+    print(f"  source: {method['source']}")
+    print(f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}")
+    print(f"  exact windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
+    for name, options in method["presets"].items():
+        print(f"  preset={name}: {options}")
+    rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]
+    if rows:
+        print_table("", ("option", "default", "allowed", "meaning"), rows)
+    print()
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _allowed(option: dict[str, Any]) -> str:
+    if option["choices"]:
+        text = " | ".join(_shown(c) for c in option["choices"])
+    else:
+        text = "true | false" if isinstance(option["default"], bool) else type(option["default"]).__name__
+    return text + (", or by layer" if option["per_layer"] else "")

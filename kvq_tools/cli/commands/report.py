@@ -1,0 +1,190 @@
+"""`kvq report`: one self-contained page with pictures, from a model, a text and caches."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+from pathlib import Path
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs
+from kvq_tools.cli.commands import eval as evaluation
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.evaluation.run import BATCH, Settings
+from kvq_tools.evaluation.through import CHUNK, STEP
+from kvq_tools.report import maps, schema, times, write
+from kvq_tools.report.collect import Plan, collect
+from kvq_tools.report.quality import front_by
+
+CONTEXTS = (256, 1024, 4096, 16384)  # of the default, as far as the model's positions reach
+NO_CONTEXTS = "none"
+OWN = ("model", "text", "cache")  # what --from takes the place of
+SETTINGS = ("calibration", "window", "stride", "chunk", "prompt", "step", "limit", "contexts")
+
+DESCRIPTION = """\
+Writes DIR/index.html, one page that needs nothing else, with
+  quality against size     KL and perplexity against stored bits and bytes, and the caches on the Pareto front
+  by position              perplexity and KL along the window, and where in the text the likeliest token flips
+  size                     bytes of each layer, part by part
+  speed                    decode steps of one token at several contexts, measured on this machine's first device
+  keys, values and errors  magnitudes token by channel, and what quantizing every token changes, layer by channel
+  tables                   all numbers
+Beside it: report.json, from which page and pictures are made (fields: kvq_tools/report/schema.py), and a PNG of each picture.
+Text, windows and modes are those of `kvq eval`, and so are the numbers."""
+
+EPILOG = f"""\
+examples:
+  kvq report embedded --text notes.txt --cache dense --cache kivi:bits=2 --cache innerq:bits=2 --window 1024 --out report
+  kvq report path/to/model --text wiki.txt --cache kivi:bits=4 --limit 20000 --dtype bfloat16 --contexts 1024,8192,32768 --out report
+  kvq report --from report/report.json --out report       makes page and pictures again, without a model
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def contexts(text: str) -> tuple[int, ...]:
+    """The type of --contexts."""
+    if text == NO_CONTEXTS:
+        return ()
+    return tuple(sorted({inputs.positive(part.strip()) for part in text.split(",")}))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=inputs.MODEL_HELP)
+    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write; files of an earlier report are replaced")
+    parser.add_argument("--from", metavar="JSON", dest="source", help="a report.json in place of MODEL, --text and --cache")
+    evaluation.add_request(parser, required=False)
+    parser.add_argument(
+        "--contexts",
+        metavar="N,N,...",
+        type=contexts,
+        help=f"tokens in the cache where decode steps are timed, or '{NO_CONTEXTS}' (default: those of "
+        f"{', '.join(map(str, CONTEXTS))} that the model was trained for, and its own limit)",
+    )
+    parser.add_argument("--steps", metavar="N", type=inputs.positive, default=times.STEPS, help="timed steps (default: %(default)s)")
+    parser.add_argument(
+        "--sample",
+        metavar="TOKENS",
+        type=inputs.positive,
+        default=maps.SAMPLE,
+        help="first tokens of the text whose magnitudes and errors are shown (default: %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("kvq report needs matplotlib: pip install 'kvq[report]'")
+    report = _made(options) if options.source is None else _read(options)
+    out = _directory(options.out)
+    with input_errors():
+        written = [write.write_numbers(report, out), *write.write_page(report, out, bar)]
+    if options.json:
+        print_json(summary(report, written))
+    else:
+        print(f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and {len(written) - 2} PNGs")
+
+
+def _read(options: argparse.Namespace) -> schema.Report:
+    given = [name for name in (*OWN, *SETTINGS) if getattr(options, name) is not None]
+    if given:
+        raise UserError(f"--from makes a report again: leave out {' and '.join(_argument(name) for name in given)}")
+    with input_errors():
+        return schema.read(options.source)
+
+
+def _made(options: argparse.Namespace) -> schema.Report:
+    missing = [name for name in OWN if not getattr(options, name)]
+    if missing:
+        raise UserError(f"kvq report needs {' and '.join(_argument(name) for name in missing)}, or --from a report.json")
+    names = [name for name, _ in options.cache]
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise UserError(f"--cache {twice[0]} is given twice")
+    config, text, settings, files = evaluation.checked(options)
+    shown = _contexts(options, config)
+    _directory(options.out)  # found wrong now rather than at the end
+    with progress(f"loading {options.model}"), input_errors():
+        plain, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        prepared = zip(options.cache, files, strict=True)
+        candidates = [times.Candidate(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
+    for name, spec in options.cache:
+        evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
+    sample = min(options.sample, text.ids.size, config.max_position_embeddings)
+    plan = Plan(options.model, options.text, command(options, settings, shown), settings, options.buckets, shown, options.steps, sample)
+    return collect(plan, plain, candidates, text, bar)
+
+
+def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ...]:
+    positions = config.max_position_embeddings
+    chosen = options.contexts
+    if chosen is None:
+        reached = [n for n in CONTEXTS if options.steps < n < positions]
+        chosen = (*reached, *([positions] if options.steps < positions <= CONTEXTS[-1] else []))
+    beyond = [n for n in chosen if n > positions]
+    if beyond:
+        raise UserError(f"--contexts {beyond[0]} is beyond the {positions} positions of the model")
+    if chosen and chosen[0] <= options.steps:
+        raise UserError(f"--contexts {chosen[0]} has no room for {options.steps + 1} steps; give more tokens, or fewer --steps")
+    return chosen
+
+
+def _directory(path: str) -> Path:
+    out = Path(path)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {path!r} is a file; name a directory")
+    with input_errors():
+        out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _argument(name: str) -> str:
+    return "MODEL" if name == "model" else f"--{name}"
+
+
+def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, ...]) -> str:
+    """A command line that makes the same report, with what was chosen for the user written out."""
+    parts: list[Any] = ["kvq", "report", options.model, "--text", options.text]
+    for name, _ in options.cache:
+        parts += ["--cache", name]
+    for file in options.calibration or []:
+        parts += ["--calibration", file]
+    parts += ["--window", settings.window, "--stride", settings.stride]
+    defaults = {"mode": "decode", "prompt": 0, "batch": BATCH}
+    defaults |= {"chunk": CHUNK} if settings.mode == "chunked" else {"step": STEP} if settings.mode == "decode" else {}
+    for name, default in defaults.items():
+        if getattr(settings, name) != default:
+            parts += [f"--{name}", getattr(settings, name)]
+    for name, default in (("limit", None), ("buckets", evaluation.BUCKETS), ("steps", times.STEPS), ("sample", maps.SAMPLE)):
+        if getattr(options, name) != default:
+            parts += [f"--{name}", getattr(options, name)]
+    parts += ["--contexts", ",".join(map(str, shown)) or NO_CONTEXTS, "--dtype", options.dtype, "--out", options.out]
+    return shlex.join(map(str, parts))
+
+
+def summary(report: schema.Report, written: list[Path]) -> dict[str, Any]:
+    """For --json: what was written, and the numbers of each cache; report.json has the rest."""
+    on_front = zip(front_by(report, "kl"), front_by(report, "perplexity"), strict=True)
+    return {
+        "command": report.command,
+        "files": [str(file) for file in written],
+        "exact_perplexity": report.exact.perplexity,
+        "caches": [
+            {
+                "name": c.name,
+                "perplexity": c.perplexity,
+                "kl": c.kl,
+                "agreement": c.agreement,
+                "flips": len(c.flips),
+                "cache_bytes": c.bytes,
+                "bits_per_element": c.bits_per_element,
+                "front_by_kl": by_kl,
+                "front_by_perplexity": by_perplexity,
+            }
+            for c, (by_kl, by_perplexity) in zip(report.caches, on_front, strict=True)
+        ],
+    }

@@ -1,0 +1,245 @@
+"""What several commands take from their user: a model, caches, a prompt. Everything is checked before any weight is read."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import kvq_jax as kvq
+from kvq_models.calibration.needs import needs
+from kvq_models.inference.memory_status import is_dense, quantized_tokens, quantizes
+from kvq_models.inference.method_parameters import check_calibration, check_weights
+from kvq_models.llama import checkpoint
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
+
+EMBEDDED = "embedded"
+DTYPES = ("float32", "bfloat16")
+MOST_SEED = 2**32 - 1
+
+MODEL_HELP = "a local Hugging Face directory, a Hub id (organisation/name), or the word 'embedded' for the model that ships with kvq"
+CACHE_GRAMMAR = """\
+SPEC, what stands after --cache:
+  METHOD                                   one method for keys and values
+  k=METHOD+v=METHOD[+cache:OPTIONS]        one for each; sink, recent, block, skip_layers and subtract_bias belong to the cache
+  METHOD is NAME[:OPTION=VALUE,...]; lists of layers are 0-2/31, values that differ by layer 4@0-2/2 (4 in layers 0 to 2, else 2)
+  examples: dense   kivi:bits=2   innerq:bits=2,mode=hybrid   kivi:bits=4@0-1/2,recent=128,skip_layers=0
+            k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  subtract_bias=true caches keys without k_proj's bias and adds its share of the scores exactly (Qwen2, Qwen2.5)
+  kvq methods lists all names and options."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+
+
+def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """--calibration; with `several`, for commands that take several caches."""
+    text = "what kvq calibrate wrote, for a cache that needs it" + ("; may be given several times" if several else "")
+    parser.add_argument("--calibration", metavar="F", action="append" if several else "store", help=text)
+
+
+def cache_spec(text: str) -> kvq.CacheSpec:
+    """The type of --cache."""
+    try:
+        return kvq.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class NamedCache(NamedTuple):
+    """A cache as it was written, for tables: str(spec) leaves defaults out."""
+
+    text: str
+    spec: kvq.CacheSpec
+
+
+def named_cache(text: str) -> NamedCache:
+    """The type of --cache where several caches are compared."""
+    return NamedCache(text, cache_spec(text))
+
+
+def positive(text: str) -> int:
+    """The type of counts: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """The type of --seed: what every random generator takes, and no two of which JAX confuses."""
+    if not text.isdecimal() or int(text) > MOST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
+    return int(text)
+
+
+def byte_size(text: str) -> int:
+    """The type of sizes: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes")
+    unit = (match[2] or "").lower()
+    power = " kmgt".index(unit[0]) if unit else 0
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+
+
+def token_ids(text: str) -> list[int]:
+    """The type of --prompt-ids: 1,2,3."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from None
+
+
+def locate(model: str) -> str:
+    """MODEL as `load_llama` takes it: the word `embedded` becomes the path of the model that ships with the package."""
+    if model != EMBEDDED:
+        return model
+    path = importlib.resources.files("kvq_models") / EMBEDDED
+    if not (path / "config.json").is_file():
+        raise UserError("the embedded model is missing in this installation; name a model directory")
+    return str(path)
+
+
+def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
+    """The model's configuration, after checking that every cache fits it."""
+    with input_errors():
+        config = checkpoint.read_config(locate(model))
+        for spec in specs:
+            kvq.layout(spec, config, 1, 1)
+            check_weights(spec, config)
+    return config
+
+
+def calibrations(config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]) -> list[str | None]:
+    """The file that each cache is to be prepared with, None for caches that need none, after everything was compared but the weights."""
+    with input_errors():
+        chosen = [_calibration(spec, config, files) if needs(spec, config) else None for spec in specs]
+    unused = [file for file in files if file not in chosen]
+    if unused:
+        raise UserError(f"calibration {unused[0]!r} is not needed for {' or '.join(repr(str(spec)) for spec in specs)}")
+    return chosen
+
+
+def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str]) -> str:
+    """The first file that is a calibration for this cache."""
+    errors = []
+    for file in files or (None,):
+        try:
+            check_calibration(spec, config, file)
+        except (ValueError, OSError) as error:
+            errors.append(str(error))
+        else:
+            return str(file)
+    raise ValueError("; ".join(errors))
+
+
+def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
+    """Where nothing is read quantized though another cache than the exact one was asked for, the numbers say nothing of it.
+
+    cache: its layout; read: tokens in it when it is last read, None where windows do not matter; where: in words, for the warning.
+    """
+    if is_dense(cache.spec):
+        return
+    if not any(map(quantizes, cache.plans)):
+        warn(f"{name}: no layer of this model quantizes anything, so this is the exact model but for rounding")
+    elif read is not None and not quantized_tokens(cache, read):
+        warn(f"{name}: {where} nothing is read quantized, so this is the exact model")
+
+
+def raw_config(model: str) -> dict[str, Any]:
+    """config.json as it is written; for what `LlamaConfig` does not keep."""
+    with input_errors():
+        return checkpoint.read_json(checkpoint.checkpoint_directory(locate(model), checkpoint.CONFIG_FILES) / "config.json")
+
+
+def read_text(path: str) -> str:
+    with input_errors():
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer alone, or None where the checkpoint has none."""
+    with input_errors():
+        files = checkpoint.CONFIG_FILES + checkpoint.TOKENIZER_FILES + checkpoint.TOKENIZER_EXTRAS
+        return checkpoint.load_tokenizer(checkpoint.checkpoint_directory(locate(model), files))
+
+
+def need_tokenizer(model: str, use: str) -> Any:
+    """The tokenizer; UserError with what it is for where the checkpoint has none."""
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
+    """Token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
+    if not chat:
+        return list(tokenizer(text, verbose=False).input_ids)  # quiet about lengths: those are checked here
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("--chat: this tokenizer has no chat template; leave --chat out")
+    try:
+        from jinja2 import TemplateError  # imported late: only --chat needs it
+    except ImportError as error:
+        raise UserError("--chat needs jinja2; pip install jinja2") from error
+    try:
+        turn = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UserError(f"--chat: the tokenizer's chat template fails: {error}") from error
+    return list(tokenizer(turn, add_special_tokens=False).input_ids)
+
+
+def check_tokens(ids: list[int], config: LlamaConfig) -> None:
+    if not ids:
+        raise UserError("the prompt is empty; give at least one token")
+    outside = [i for i in ids if not 0 <= i < config.vocab_size]
+    if outside:
+        raise UserError(f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
+
+
+def check_memory(cache: kvq.Cache) -> None:
+    """UserError where a cache of this layout is larger than all memory of the device; weights and working memory are not counted."""
+    size, memory = kvq.nbytes(cache), device_memory()
+    if memory is not None and size > memory:
+        raise UserError(f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has {format_bytes(memory)}")
+
+
+def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: str) -> kvq.Cache:
+    """An empty cache of one row; UserError where the device has no room left for it."""
+    try:
+        return kvq.init_cache(spec, config, 1, capacity, dtype)
+    except jax.errors.JaxRuntimeError as error:
+        size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
+        raise UserError(f"no room for a cache of {capacity} tokens, which takes {size}, beside the model: {error}") from error
+
+
+def device_memory() -> int | None:
+    """Bytes of the memory that arrays are put in; None where it is not known."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None  # no POSIX system
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,93 @@
+"""The entry point of `kvq`: finds the command, runs it, and turns what went wrong into one line and an exit code.
+
+A command is a module of `kvq_tools.cli.commands` with `configure(parser)`, which declares its arguments and help, and `run(options)`.
+It needs one line in COMMANDS. Only the module of the command in use is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvq_tools.cli.console import UserError, kept_interrupts
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+COMMANDS = {
+    "demo": "generate and measure with several caches on the embedded model, and print a table",
+    "generate": "continue a prompt through a cache",
+    "eval": "what caches do to the predictions of a text: perplexity, KL, top-1 agreement, size",
+    "report": "one self-contained page with pictures: quality, size, speed and errors of several caches",
+    "passkey": "does a number that a long text states once survive the cache",
+    "niah": "needles in a haystack, as RULER hides them",
+    "gsm8k": "arithmetic word problems with a chain of thought",
+    "longbench": "long documents, with LongBench's prompts and metrics",
+    "memory": "exact bytes of a cache, from config.json alone",
+    "calibrate": "make the parameters that a cache needs, from a model and a text",
+    "stress": "write a checkpoint with the same dense outputs and a harder cache",
+    "methods": "list the cache methods with their options, defaults and sources",
+    "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
+}
+
+DESCRIPTION = """\
+KV-cache quantization for JAX: runs Hugging Face Llama-family checkpoints with a cache that is 2 to 7 times smaller than bf16."""
+
+EPILOG = """\
+start here:
+  kvq demo                                          everything on the small embedded model, no download
+  kvq methods                                       what can stand after --cache
+  kvq generate embedded --prompt "It was" --cache kivi:bits=2 --max-new-tokens 40
+
+Every command explains itself: kvq COMMAND --help. With --json, a command prints one JSON object and nothing else on stdout."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a bad command line is an error like any other: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; only `command` knows its arguments."""
+    parser = _Parser(
+        prog="kvq", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        own = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        if name == command:
+            module = importlib.import_module(f"kvq_tools.cli.commands.{name}")
+            module.configure(own)
+            own.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+            own.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `kvq` with these arguments (default: the process's). Returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
+    try:
+        with kept_interrupts():
+            options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+            options.run(options)
+            sys.stdout.flush()
+    except UserError as error:
+        print(f"kvq: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe left (`kvq methods | head`). Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

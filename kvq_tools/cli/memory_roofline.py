@@ -1,0 +1,166 @@
+"""`kvq memory --roofline`: up to which length a cache that rebuilds keys and values does so behind memory traffic."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.methods.xquant import roofline
+from kvq_jax.methods.xquant.codec import OutlierChannel, XCodec, XCrossLayerCodec
+from kvq_jax.methods.xquant.roofline import Device, LayerCost
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli.console import format_bytes, print_table
+from kvq_tools.evaluation.finite import finite
+
+BLOCKS = 32  # whose bytes are counted, as `kvq.body_bits_per_element` does
+EXACT_BITS = 16
+NOTHING = "attention reads codes directly and rebuilds nothing"
+EXPLAINED = """\
+FLOPs, bytes: of a layer, in a step with one new token, for each cached token; weights: of a layer, parameters of the cache included.
+hidden up to: cached tokens of all sequences together, as long as rebuilding takes no longer than reading, at the device's peaks.
+here: bytes as stored; keys are rebuilt, values never (their weighted sum is taken among cached rows, then projected).
+the paper's equation: (3) or (4) of XQuant with this model's weights: bits without scales; keys and values are rebuilt."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--roofline",
+        metavar="DEVICE",
+        type=_device,
+        nargs="?",
+        const=roofline.DEVICES[roofline.PAPER_DEVICE],
+        help="also print up to which length a cache that rebuilds keys and values (xquant) does so behind memory traffic: "
+        f"{', '.join(roofline.DEVICES)} (default: {roofline.PAPER_DEVICE}, the paper's), or peaks FLOPS:BYTES, such as 756e12:2e12",
+    )
+
+
+def _device(text: str) -> Device:
+    try:
+        return roofline.device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
+    """Its peaks, and what a bf16 cache would make it read in a layer for each token."""
+    both = 2 * 2 * config.num_key_value_heads * config.head_dim
+    return dataclasses.asdict(device) | {"ridge": device.ridge, "bf16_bytes_per_token": both}
+
+
+def describe(cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device) -> dict[str, Any]:
+    """Every layer of a cache, and the first in which rebuilding shows. parameter_bytes: of each layer's parameters of the cache, which a
+    step reads beside its weights, of `itemsize` bytes each. Lengths are None where any length is hidden or nothing is rebuilt."""
+    weights = roofline.weight_bytes(config, itemsize)
+    here = [layer_cost(plan, config, weights + own) for plan, own in zip(cache.plans, parameter_bytes, strict=True)]
+    theirs = [paper_cost(plan, cache, config, weights) for plan in cache.plans]
+    rebuilding = [cost for cost in here if cost.flops_per_token]
+    return {
+        "rebuilds": bool(rebuilding),
+        "hidden_tokens": finite(roofline.longest_hidden(rebuilding, device.ridge)),
+        "paper_hidden_tokens": finite(roofline.longest_hidden((cost for cost in theirs if cost), device.ridge)),
+        "layers": [
+            {"layer": layer, "here": _described(own, device), "paper": None if paper is None else _described(paper, device)}
+            for layer, (own, paper) in enumerate(zip(here, theirs, strict=True))
+        ],
+    }
+
+
+def _described(cost: LayerCost, device: Device) -> dict[str, Any]:
+    return dataclasses.asdict(cost) | {"hidden_tokens": finite(cost.longest_hidden(device.ridge))}
+
+
+def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> LayerCost:
+    """What a step does in this layer for each cached token: codes are read as they are stored, keys are rebuilt from rows, and queries
+    weigh rows for their values. A side that keeps keys or values themselves rebuilds nothing.
+
+    Where a layer builds on the one below it, rows come from the accumulator. At the least, it is read and written to add this layer's
+    differences (in the base layer only written), and read by attention.
+    """
+    tokens = BLOCKS * plan.regions.block
+    bodies = [codec.body(1, plan.heads, tokens) for codec in plan.codecs]
+    read = sum(kvq.nbytes(leaf.struct) for leaf in jax.tree.leaves(bodies)) / tokens
+    heads, kv_width = config.num_attention_heads, plan.heads * plan.head_dim
+    cross = plan.cross_layer
+    if cross is None:
+        k, v = (math.prod(codec.row_shape(plan.heads, plan.head_dim)) if codec.rebuilds else 0 for codec in (plan.k, plan.v))
+        return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
+    assert isinstance(cross, XCrossLayerCodec), "the only codec that builds on layers below"
+    flops = roofline.flops_of_keys(cross.width, cross.width, kv_width, heads)
+    if not cross.starts:
+        flops += 2 * cross.channels * cross.width if cross.latent else cross.width
+    held = kvq.nbytes(cross.accumulator(1, 1).struct)
+    return LayerCost(flops, read + (2 if cross.starts else 3) * held, weight_bytes)
+
+
+def paper_cost(plan: LayerPlan, cache: Cache, config: LlamaConfig, weight_bytes: float) -> LayerCost | None:
+    """Equation (3) or (4) for this layer with this model's weights; None for layers of which the paper does not speak."""
+    if not (isinstance(plan.k, XCodec | XCrossLayerCodec) and isinstance(plan.v, XCodec | XCrossLayerCodec)):
+        return None
+    own, kv_width = plan.k, plan.heads * plan.head_dim
+    bits = sum(_nominal_bits(codec.stored) for codec in (plan.k, plan.v)) / 2
+    deltas = isinstance(own, XCrossLayerCodec) and not own.starts
+    base = [
+        _nominal_bits(p.cross_layer.stored) for p in cache.plans if isinstance(p.cross_layer, XCrossLayerCodec) and p.cross_layer.starts
+    ]
+    more = {"cross_layer": True, "base_bits": base[0]} if deltas else {}
+    return roofline.paper_cost(config.hidden_size, kv_width, bits, latent=own.latent, weights=weight_bytes, **more)
+
+
+def _nominal_bits(stored: Codec) -> int:
+    """Bits of a code, as the paper counts them."""
+    if isinstance(stored, OutlierChannel):
+        return _nominal_bits(stored.coded)
+    return stored.format.bits if isinstance(stored, GroupCodec) else EXACT_BITS
+
+
+# --- text ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> None:
+    rebuilding = [c for c in caches if c["roofline"]["rebuilds"]]
+    if rebuilding:
+        peaks = f"{device['flops'] / 1e12:g} TFLOP/s, {device['bandwidth'] / 1e12:g} TB/s, {device['ridge']:.0f} FLOPs for each byte"
+        columns = ("cache", "layers", "FLOPs", "bytes", "weights", "hidden up to, here", "by the paper's equation")
+        rows = [row for c in rebuilding for row in _rows(c)]
+        print_table(f"rebuilding keys and values on {device['name']}: {peaks}", columns, rows, numeric=columns[2:])
+        print(EXPLAINED)
+        both = device["bf16_bytes_per_token"]
+        print(f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides more; it is no faster.")
+    for c in rebuilding:
+        here, paper = (_length(c["roofline"][name]) for name in ("hidden_tokens", "paper_hidden_tokens"))
+        print(f"{c['name']}: the shortest of its layers' lengths is {here}; by the paper's equation {paper}")
+    for c in caches:
+        if not c["roofline"]["rebuilds"]:
+            print(f"{c['name']}: {NOTHING}")
+
+
+def _rows(cache: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """One row for each run of equal layers."""
+    rows = []
+    for _, group in groupby(cache["roofline"]["layers"], key=lambda layer: (layer["here"], layer["paper"])):
+        layers = list(group)
+        first, last, here, paper = layers[0]["layer"], layers[-1]["layer"], layers[0]["here"], layers[0]["paper"]
+        label = first if first == last else f"{first}-{last}"
+        if not here["flops_per_token"]:
+            rows.append((cache["name"], label, 0, f"{here['cache_bytes_per_token']:.0f}", "", "rebuilds nothing", ""))
+            continue
+        numbers = f"{here['flops_per_token']:.4g}", f"{here['cache_bytes_per_token']:.0f}", format_bytes(int(here["weight_bytes"]))
+        rows.append(
+            (cache["name"], label, *numbers, _length(here["hidden_tokens"]), "" if paper is None else _length(paper["hidden_tokens"]))
+        )
+    return rows
+
+
+def _length(tokens: float | None) -> str:
+    return "any length" if tokens is None else f"{tokens:.0f}"

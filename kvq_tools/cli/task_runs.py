@@ -1,0 +1,246 @@
+"""What `kvq passkey`, `niah`, `gsm8k` and `longbench` share: arguments, running several caches, one table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_models.inference.memory import CACHE_DTYPE
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
+from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+
+BATCH = 4
+MOST_LENGTH = 4096  # of the default lengths
+CHAT_RULE = "the prompt is the user's turn in the tokenizer's chat template; words that the answer begins with follow the template"
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SAMPLES = 4  # for each length and depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A command's own part.
+
+    rules       what the output says about prompts, truncation and scores
+    samples     what the model is asked
+    groups      labels that get a table each, where samples have them
+    settings    what else the output repeats of the command line
+    """
+
+    name: str
+    task: Task
+    rules: Mapping[str, str]
+    samples: Callable[[Prompts, LlamaConfig], list[Sample]]
+    groups: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | str) -> None:
+    """The arguments of all four commands; `max_new_tokens` is the default, in words where it differs by sample."""
+    inputs.add_model(parser)
+    parser.add_argument(
+        "--cache",
+        metavar="SPEC",
+        type=inputs.named_cache,
+        action="append",
+        help="a cache; may be given several times (default: dense)",
+    )
+    inputs.add_calibration(parser, several=True)
+    default = f"default: {max_new_tokens}"
+    parser.add_argument("--max-new-tokens", metavar="N", type=inputs.positive, help=f"the longest answer ({default})")
+    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="prompts at a time (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template, as the user's turn")
+    parser.add_argument("--answers", metavar="F", help="a new file for every answer as it comes, one JSON object a line")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="float32", help="of weights, activations and exact rows (default: %(default)s)"
+    )
+
+
+def add_generator_arguments(parser: argparse.ArgumentParser, text: str) -> None:
+    """The arguments of tasks that make their own samples."""
+    parser.add_argument("--data", metavar="FILE", help="ready-made samples, one JSON object a line, in place of generated ones")
+    parser.add_argument(
+        "--lengths",
+        metavar="L,L",
+        type=_integers,
+        help=f"tokens of prompt and answer (default: a quarter, a half and all of the model's positions, of at most {MOST_LENGTH})",
+    )
+    parser.add_argument("--depths", metavar="D,D", type=_shares, help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)")
+    parser.add_argument("--text", metavar="FILE", help=text)
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)")
+    parser.add_argument(
+        "--limit", metavar="N", type=inputs.positive, help=f"samples for each length and depth (default: {SAMPLES}); of --data, its first N"
+    )
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(inputs.positive(part) for part in text.split(","))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        depths = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers; write 0,0.5,1") from None
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise argparse.ArgumentTypeError(f"depths must be between 0 and 1, got {text}")
+    return depths
+
+
+def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
+    """lengths, depths, count, seed and text, for `generated`."""
+    most = min(config.max_position_embeddings, MOST_LENGTH)
+    return {
+        "lengths": options.lengths or (most // 4, most // 2, most),
+        "depths": options.depths or DEPTHS,
+        "count": options.limit or SAMPLES,
+        "seed": options.seed,
+        "text": None if options.text is None else inputs.read_text(options.text),
+    }
+
+
+def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
+    """UserError where an option of generated samples stands beside --data."""
+    given = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
+    if options.data is not None and given:
+        raise UserError(f"--{given[0]} is for generated samples, and --data gives ready-made ones")
+
+
+def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
+    """Everything that can be found wrong without the weights is found first; then every cache answers every sample."""
+    caches = options.cache or [inputs.named_cache("dense")]
+    config = inputs.read_config(options.model, *(spec for _, spec in caches))
+    files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
+    if options.answers is not None and (Path(options.answers).exists() or not Path(options.answers).absolute().parent.is_dir()):
+        raise UserError(f"--answers {options.answers!r} must be a new file in a directory that exists")
+    prompts = _prompts(options)
+    with progress("making prompts"), input_errors():
+        samples = evaluation.samples(prompts, config)
+        check_samples(samples, config)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
+    longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
+    for text, spec in caches:
+        inputs.warn_if_exact(text, kvq.layout(spec, config, 1, longest), longest - 1, f"in samples of at most {longest} tokens")
+    measured = []
+    for (text, spec), model in zip(caches, models, strict=True):
+        started, answers = time.perf_counter(), []
+        message = f"{evaluation.name} with {text}"
+        for answer in run(model, spec, evaluation.task, samples, prompts, batch=options.batch, progress=bar, message=message):
+            answers.append(answer)
+            _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
+        answers.sort(key=lambda answer: answer.index)
+        seconds = time.perf_counter() - started
+        measured.append(
+            {"name": text} | _sizes(spec, config, samples) | {"seconds": seconds} | summary(samples, answers, evaluation.groups)
+        )
+    result = {
+        "task": evaluation.name,
+        "model": options.model,
+        **evaluation.settings,
+        "chat": options.chat,
+        "dtype": options.dtype,
+        "rules": dict(evaluation.rules) | ({"chat": CHAT_RULE} if options.chat else {}),
+        "samples": len(samples),
+        "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
+        "cut_samples": sum(bool(s.facts.get("cut_tokens")) for s in samples),
+        "caches": measured,
+    }
+    print_json(result) if options.json else _print(result)
+
+
+def _prompts(options: argparse.Namespace) -> Prompts:
+    tokenizer = inputs.need_tokenizer(options.model, "write prompts")
+    return Prompts(tokenizer, partial(inputs.encode, tokenizer, chat=True) if options.chat else None)
+
+
+def _write(path: str | None, line: Mapping[str, Any]) -> None:
+    if path is not None:
+        with input_errors(), Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def described(sample: Sample, answer: Answer) -> dict[str, Any]:
+    """One answer with what is known about its sample."""
+    return {
+        "index": answer.index,
+        **sample.labels,
+        **sample.facts,
+        "prompt_tokens": len(sample.prompt),
+        "right": list(sample.answers),
+        "answer": answer.text,
+        "new_tokens": answer.tokens,
+        **answer.scores,
+    }
+
+
+def summary(samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]) -> dict[str, Any]:
+    """Means of all scores, over everything and for every value of each label, and the answers themselves."""
+    by_label = {}
+    for label in groups:
+        values = sorted({samples[a.index].labels[label] for a in answers if samples[a.index].labels.get(label) is not None})
+        parts = {value: [a for a in answers if samples[a.index].labels.get(label) == value] for value in values}
+        by_label[label] = [{label: value, "samples": len(part)} | _means(part) for value, part in parts.items()]
+    return {"scores": _means(answers), "by": by_label, "answers": [described(samples[a.index], a) for a in answers]}
+
+
+def _means(answers: Sequence[Answer]) -> dict[str, float]:
+    return {metric: sum(a.scores[metric] for a in answers) / len(answers) for metric in answers[0].scores}
+
+
+def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Of the cache of the longest sample alone."""
+    longest = max(capacity(sample, config) for sample in samples)
+    size = kvq.nbytes(kvq.layout(spec, config, 1, longest, CACHE_DTYPE))
+    bits = kvq.bits_per_element(spec, config, longest, CACHE_DTYPE)
+    return {
+        "cache": str(spec),
+        "capacity": longest,
+        "bytes": size,
+        "ratio": kvq.dense_nbytes(config, 1, longest) / size,
+        "bits_per_element": bits,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    for name, rule in result["rules"].items():
+        print(f"{name}: {rule}".replace("\n", "\\n"))
+    first = result["caches"][0]
+    metrics = list(first["scores"])
+    title = (
+        f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of {result['prompt_tokens'][0]} to "
+        f"{result['prompt_tokens'][1]} tokens, {result['cut_samples']} of them cut; scores in percent; bytes at {first['capacity']} tokens"
+    )
+    rows = [
+        (
+            c["name"],
+            *(_percent(c["scores"][m]) for m in metrics),
+            format_bytes(c["bytes"]),
+            f"{c['ratio']:.2f}",
+            f"{c['bits_per_element']:.2f}",
+        )
+        for c in result["caches"]
+    ]
+    columns = ("cache", *metrics, "cache bytes", "ratio to bf16", "bits/element")
+    print_table(title, columns, rows, numeric=columns[1:])
+    for label, parts in first["by"].items():
+        if len(parts) > 1:
+            columns = ("cache", *(f"{part[label]} ({part['samples']})" for part in parts))
+            rows = [(c["name"], *(_percent(part[metrics[0]]) for part in c["by"][label])) for c in result["caches"]]
+            print_table(f"{metrics[0]} by {label} (samples)", columns, rows, numeric=columns[1:])
+
+
+def _percent(score: float) -> str:
+    return f"{100 * score:.1f}"

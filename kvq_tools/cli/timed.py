@@ -1,0 +1,80 @@
+"""Generation with a stopwatch: compiled first, then prefill and decoding timed apart. The tokens are those of `kvq_models.generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_models.inference import decoding, generation
+from kvq_models.inference.generation import Generated
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.model import Llama
+
+
+class TimedGeneration:
+    """One prompt's generation. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
+
+    compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
+    device is done, without it.
+    """
+
+    def __init__(
+        self,
+        llama: Llama,
+        cache: Cache,
+        prompt: list[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+        eos_ids: tuple[int, ...] = (),
+        seed: int = 0,
+        implementation: Implementation = None,
+    ):
+        self._llama, self._cache = llama, cache
+        self._tokens, self._lengths = jnp.asarray([prompt], jnp.int32), jnp.asarray([len(prompt)], jnp.int32)
+        self._max_new_tokens, self._sampling, self._eos_ids, self._key = max_new_tokens, sampling, eos_ids, jax.random.key(seed)
+        self._implementation: Implementation = implementation
+        self.prefill_seconds = self.decode_seconds = 0.0
+        started = time.perf_counter()
+        self._compile()
+        self.compile_seconds = time.perf_counter() - started
+
+    def _compile(self) -> None:
+        decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False, self._implementation).compile()
+        progress = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
+        generation.advance.lower(
+            self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation
+        ).compile()
+        # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
+        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(progress, cache=None, logits=None))
+
+    def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> generation.Progress:
+        return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
+
+    def segments(self, steps: int) -> Iterator[Generated]:
+        """All tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
+        started = time.perf_counter()
+        progress = jax.block_until_ready(self._start(self._llama, self._cache, self._tokens, self._lengths))
+        self.prefill_seconds = time.perf_counter() - started
+        until = 0
+        while until < self._max_new_tokens and not bool(np.all(progress.ended)):
+            until = min(until + steps, self._max_new_tokens)
+            started = time.perf_counter()
+            progress = jax.block_until_ready(
+                generation.advance(self._llama, progress, self._key, jnp.int32(until), self._sampling, self._eos_ids, self._implementation)
+            )
+            self.decode_seconds += time.perf_counter() - started
+            yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
+
+    def run(self) -> Generated:
+        """The whole generation."""
+        *_, last = self.segments(self._max_new_tokens)
+        return last

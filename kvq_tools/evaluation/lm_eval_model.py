@@ -1,0 +1,283 @@
+"""lm-evaluation-harness reads the real cache: `kvq` as one of its models (extra `eval`).
+
+    import lm_eval
+    from kvq_tools.evaluation.lm_eval_model import KvqLM
+
+    lm = KvqLM(pretrained="embedded", cache="innerq:bits=2")
+    print(lm_eval.simple_evaluate(model=lm, tasks=["my_task"], task_manager=lm_eval.tasks.TaskManager(include_path="my_tasks"))["results"])
+
+Importing this module also registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}). model_args must
+be a dictionary: lm-eval cuts a string at the commas of a cache spec.
+
+Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t left), in steps of several tokens, which
+equal as many single steps (kvq_tools/evaluation/through.py). lm-eval's own models score prompt and answer in one exact forward pass, which
+no cache has a part in. Prompts, truncation and windows are those of its HFLM: contexts lose tokens on the left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache, init_cache
+from kvq_models import EMBEDDED
+from kvq_models.inference.decoding import decode_step, prefill, right_padded
+from kvq_models.inference.generation import generate_stream
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.checkpoint import load_llama
+from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.compare import token_nats
+from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
+from kvq_tools.evaluation.tasks.sample import Sample
+from kvq_tools.evaluation.through import STEP
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    raise ImportError(f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq[eval]'") from error
+
+Context = Literal["decode", "prefill"]
+
+BATCH = 4
+MAX_GEN_TOKS = 256  # HFLM's
+SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Generation:
+    """What generate_until requests have in common that run together."""
+
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    sampling: Sampling
+
+
+@register_model("kvq")
+class KvqLM(TemplateLM):
+    """A model of lm-eval whose every predicted token is read through a cache.
+
+    pretrained   a local Hugging Face directory, a Hub id, or "embedded" for the model that ships with kvq
+    cache        a spec
+    calibration  what `kvq calibrate` wrote, for a cache that needs it
+    dtype        of weights, activations and exact rows
+    max_length   tokens that a prediction may see, at most (and by default) the model's positions
+    batch_size   requests that run together; what is not sampled does not depend on it, but for the rounding of sums
+    context      how log-likelihoods read a request's context. "decode": token after token, as the continuation, so that no exact attention
+                 takes part. "prefill": as a prompt, with exact attention inside, all but its last token; it gives methods with prompt
+                 statistics (innerq, squat) theirs. generate_until always prefills.
+    seed         of sampling, where a task asks for it
+
+    ValueError where a value, the spec or the calibration does not fit, or the checkpoint has no tokenizer; also, from the methods below,
+    for a continuation that is empty or longer than max_length, and for generation options other than until, max_gen_toks, do_sample,
+    temperature, top_k, top_p and min_p.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | os.PathLike[str] = "embedded",
+        cache: str | kvq.CacheSpec = "dense",
+        calibration: str | os.PathLike[str] | None = None,
+        dtype: str = "float32",
+        max_length: int | None = None,
+        batch_size: int | str = BATCH,
+        context: Context = "decode",
+        seed: int = 0,
+    ):
+        super().__init__()
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"{batch_size=} must be an integer of at least 1")
+        if context not in get_args(Context):
+            raise ValueError(f"{context=} must be one of {', '.join(get_args(Context))}")
+        self.spec = kvq.parse(cache)
+        llama, self.tokenizer = load_llama(EMBEDDED if str(pretrained) == "embedded" else pretrained, dtype=dtype)
+        if self.tokenizer is None:
+            raise ValueError(f"{str(pretrained)!r} has no tokenizer, which is needed to read requests")
+        self.max_length = max_length or llama.config.max_position_embeddings
+        if not 1 <= self.max_length <= llama.config.max_position_embeddings:
+            raise ValueError(f"{max_length=} must be between 1 and the model's {llama.config.max_position_embeddings} positions")
+        self.llama = prepare(llama, self.spec, calibration)
+        self.pretrained, self.batch_size, self.context, self.seed = str(pretrained), int(batch_size), context, seed
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval's results say of the model."""
+        return {"pretrained": self.pretrained, "cache": str(self.spec), "max_length": self.max_length, "context": self.context}
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Special tokens as the tokenizer adds them, unless told otherwise; a text that begins with the prefix token gets none."""
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+            add_special_tokens = False
+        chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer(string, verbose=False, **chosen).input_ids)  # quiet about lengths: they are cut later
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each text, in windows of max_length that overlap by one token."""
+        windows = [
+            [make_disjoint_window(w) for w in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)]
+            for (text,) in (request.args for request in requests)
+        ]
+        flat = [(None, *window) for parts in windows for window in parts]
+        scores = iter(self._loglikelihood_tokens(flat, disable_tqdm))
+        totals = [sum(score for score, _ in itertools.islice(scores, len(parts))) for parts in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-probability, whether each token was the likeliest) of continuations, from (what it answers, context, continuation)."""
+        rows = [self._row(context, continuation) for _, context, continuation in requests]
+        # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more than the inputs
+        inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
+        found: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm) as bar:
+            for indices in batches(inputs, self.llama.config, self.batch_size):
+                scores = self._scores([(rows[i], len(requests[i][2])) for i in indices], capacity(inputs[indices[0]], self.llama.config))
+                new = dict(zip(indices, scores, strict=True))
+                for i, score in new.items():
+                    if requests[i][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
+                found |= new
+                bar.update(len(new))
+        return [found[i] for i in range(len(rows))]
+
+    def _row(self, context: list[int], continuation: list[int]) -> list[int]:
+        """The tokens of a request: the inputs and, last, what only is predicted."""
+        if not context or not 1 <= len(continuation) <= self.max_length:
+            raise ValueError(
+                f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; it needs at least one of each, "
+                f"and at most max_length={self.max_length} of the second"
+            )
+        return (context + continuation)[-(self.max_length + 1) :]
+
+    def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
+        """Of rows (tokens, length of the continuation) that run together in a cache of this capacity."""
+        prompts = [len(row) - 1 - new if self.context == "prefill" else 0 for row, new in rows]
+        cache = init_cache(self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype)
+        if any(prompts):
+            width = min(-(-max(prompts) // SHORTEST) * SHORTEST, room)
+            tokens = _padded([row[:n] for (row, _), n in zip(rows, prompts, strict=True)], width)
+            _, cache = prefill(self.llama, cache, tokens, np.array(prompts))
+            width = max(new for _, new in rows)
+        else:
+            width = room
+        width = -(-width // STEP) * STEP
+        rest = _padded([row[n:] for (row, _), n in zip(rows, prompts, strict=True)], width + 1)
+        _, logprobs, greedy = _decoded(self.llama, cache, rest[:, :-1], rest[:, 1:])
+        logprobs, greedy = np.asarray(logprobs, np.float64), np.asarray(greedy)
+        scored = [slice(len(row) - 1 - n - new, len(row) - 1 - n) for (row, new), n in zip(rows, prompts, strict=True)]
+        return [(float(logprobs[i, part].sum()), bool(greedy[i, part].all())) for i, part in enumerate(scored)]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What follows each prompt: up to a stop string, an end-of-sequence token or max_gen_toks, greedily or as the task samples."""
+        settings = [self._generation(options) for _, options in (request.args for request in requests)]
+        samples = []
+        for request, own in zip(requests, settings, strict=True):
+            ids = self.tok_encode(request.args[0]) or [self.prefix_token_id]
+            samples.append(Sample(tuple(ids[-(self.max_length - own.max_new_tokens) :]), (), own.max_new_tokens))
+        found: dict[int, str] = {}
+        with tqdm(total=len(samples), desc=f"generating through {self.spec}", disable=disable_tqdm) as bar:
+            for own in dict.fromkeys(settings):
+                alike = [i for i, other in enumerate(settings) if other == own]
+                for part in batches([samples[i] for i in alike], self.llama.config, self.batch_size):
+                    indices = [alike[i] for i in part]
+                    key = jax.random.fold_in(jax.random.key(self.seed), indices[0])  # no two batches draw alike
+                    new = dict(zip(indices, self._generated([samples[i] for i in indices], own, key), strict=True))
+                    for i, text in new.items():
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
+                    found |= new
+                    bar.update(len(new))
+        return [found[i] for i in range(len(samples))]
+
+    def _generation(self, options: dict[str, Any]) -> _Generation:
+        given: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_GEN_TOKS)}
+        new, stops, do_sample = given.pop("max_gen_toks"), tuple(given.pop("until")), given.pop("do_sample", False)
+        temperature = float(given.pop("temperature", 1.0))  # transformers' where a task says no more than do_sample
+        chosen = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
+        if given:
+            known = ", ".join(("do_sample", "temperature", *SAMPLING_OPTIONS))
+            raise ValueError(f"generation options {', '.join(given)} are not supported; supported: until, max_gen_toks, {known}")
+        if not 1 <= new < self.max_length:
+            raise ValueError(f"max_gen_toks={new} must be at least 1 and leave room for a prompt in max_length={self.max_length}")
+        sampling = Sampling(temperature, **chosen) if do_sample else Sampling()
+        sampling.check()
+        return _Generation(new, tuple(stop for stop in stops if stop), sampling)
+
+    def _generated(self, samples: list[Sample], own: _Generation, key: Array) -> list[str]:
+        """Texts of samples that run together."""
+        config, room = self.llama.config, capacity(samples[0], self.llama.config)
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        # stop strings that are special tokens never stand in a text
+        ends = tuple(sorted({*config.eos_token_ids, self.eot_token_id, *(special[stop] for stop in own.stops if stop in special)}))
+        tokens = _padded([list(sample.prompt) for sample in samples], room - own.max_new_tokens)
+        lengths = np.array([len(sample.prompt) for sample in samples])
+        cache, texts = init_cache(self.spec, config, len(samples), room, self.llama.embed[...].dtype), []
+        for so_far in generate_stream(
+            self.llama, cache, tokens, lengths, max_new_tokens=own.max_new_tokens, sampling=own.sampling, eos_ids=ends, key=key
+        ):
+            rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
+            texts = [self.tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in rows]
+            if all(row[-1] in ends or any(stop in text for stop in own.stops) for row, text in zip(rows, texts, strict=True)):
+                break
+        return [postprocess_generated_text(text, list(own.stops), None) for text in texts]
+
+
+def _padded(rows: list[list[int]], width: int) -> Int[np.ndarray, "B width"]:
+    tokens, _ = right_padded(rows)
+    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _decoded(
+    llama: Llama, cache: Cache, now: Int[Array, "B T"], following: Int[Array, "B T"]
+) -> tuple[Cache, Float[Array, "B T"], Bool[Array, "B T"]]:
+    """(cache, log p(following), argmax p == following) after each token, `STEP` tokens after `STEP` tokens.
+
+    What stands past a row's tokens is padding: it comes after everything that is scored, and past the capacity it is not written.
+    """
+
+    def advance(cache: Cache, i: Array) -> tuple[Cache, tuple[Array, Array]]:
+        tokens, targets = (lax.dynamic_slice_in_dim(a, i * STEP, STEP, 1) for a in (now, following))
+        logits, cache = decode_step(llama, cache, tokens)
+        return cache, (-token_nats(logits, targets), jnp.argmax(logits, axis=-1) == targets)
+
+    cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // STEP))
+    logprobs, greedy = (jnp.moveaxis(part, 0, 1).reshape(now.shape) for part in parts)
+    return cache, logprobs, greedy

@@ -1,0 +1,136 @@
+"""What an evaluation found: numbers of every scored token, and those of the whole text made from them.
+
+    perplexity = exp(mean nats),   bits per byte = sum nats / (ln 2 * UTF-8 bytes of the scored tokens)
+
+Means are taken in float64 on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from kvq_jax.cache.spec import CacheSpec
+
+BUCKETS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """Means over the scored tokens: all but the first of each row, or those after the prompt and the first that follows it."""
+
+    tokens: int
+    nats: float  # -log p(token)
+    kl: float  # of the exact model's distribution from that of the cache
+    agreement: float  # share of tokens whose likeliest successor is the exact model's
+
+    @property
+    def perplexity(self) -> float:
+        return exp(self.nats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Tokens that were predicted at positions first .. last of their window, which is how many tokens came before them. Means, which are
+    nan where there are no such tokens, and the number of top-1 flips."""
+
+    first: int
+    last: int
+    tokens: int
+    exact_nats: float
+    nats: float
+    kl: float
+    flips: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What one cache did to the predictions of a text. The arrays have one entry for each scored token, in the order of the text.
+
+    spec, mode    the cache and how it was run
+    window        tokens of a window, which is the cache's capacity
+    index         where in the text the token is
+    position      tokens that its window holds before it
+    exact_nats    -log p(token) of the exact model
+    nats, kl      -log q(token) through the cache, and KL(p || q) of the whole distributions
+    agrees        whether the likeliest token was the same
+    utf8_bytes    of the scored tokens; None where the tokens' bytes were not given
+    """
+
+    spec: CacheSpec
+    mode: str
+    window: int
+    index: Int[np.ndarray, "n"]
+    position: Int[np.ndarray, "n"]
+    exact_nats: Float[np.ndarray, "n"]
+    nats: Float[np.ndarray, "n"]
+    kl: Float[np.ndarray, "n"]
+    agrees: Bool[np.ndarray, "n"]
+    utf8_bytes: int | None
+
+    @property
+    def tokens(self) -> int:
+        return self.index.size
+
+    @property
+    def mean_nats(self) -> float:
+        return _mean(self.nats)
+
+    @property
+    def perplexity(self) -> float:
+        return exp(self.mean_nats)
+
+    @property
+    def exact_perplexity(self) -> float:
+        """Of the model without a cache."""
+        return exp(_mean(self.exact_nats))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self._per_byte(self.nats)
+
+    @property
+    def exact_bits_per_byte(self) -> float | None:
+        return self._per_byte(self.exact_nats)
+
+    @property
+    def mean_kl(self) -> float:
+        return _mean(self.kl)
+
+    @property
+    def agreement(self) -> float:
+        return _mean(self.agrees)
+
+    @property
+    def flips(self) -> Int[np.ndarray, "flips"]:
+        """Where in the text the cache's likeliest token is not the exact model's."""
+        return self.index[~self.agrees]
+
+    def quality(self) -> Quality:
+        return Quality(self.tokens, self.mean_nats, self.mean_kl, self.agreement)
+
+    def by_position(self, buckets: int = BUCKETS) -> tuple[Bucket, ...]:
+        """The window's positions in equal parts, at most `buckets` of them."""
+        width = -(-self.window // buckets)
+        return tuple(self._bucket(at, min(at + width, self.window) - 1) for at in range(0, self.window, width))
+
+    def _bucket(self, first: int, last: int) -> Bucket:
+        inside = (self.position >= first) & (self.position <= last)
+        exact_nats, nats, kl = (_mean(of[inside]) for of in (self.exact_nats, self.nats, self.kl))
+        return Bucket(first, last, int(inside.sum()), exact_nats, nats, kl, int((~self.agrees[inside]).sum()))
+
+    def _per_byte(self, nats: Float[np.ndarray, "n"]) -> float | None:
+        return float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes) if self.utf8_bytes else None
+
+
+def exp(nats: float) -> float:
+    """exp(nats), inf where that is too large for a float."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(nats))
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean(dtype=np.float64)) if values.size else math.nan

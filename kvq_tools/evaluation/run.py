@@ -1,0 +1,202 @@
+"""`evaluate`: a text through a cache. `evaluate_caches`: through several, beside one exact model. `measure`: rows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from numpy.typing import ArrayLike
+
+from kvq_jax.cache.cache import layout
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_models.inference.progress import Progress
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.results import Evaluation, Quality
+from kvq_tools.evaluation.through import CHUNK, MODES, STEP, Batch, Mode, Reference, Through, slices
+from kvq_tools.evaluation.windows import check_windows, windows
+
+BATCH = 4
+MOST_WINDOW = 2048  # of the default
+
+Candidate = tuple[Llama, CacheSpec | str]  # a model that carries what the cache needs (`kvq_models.prepare`), and the cache
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `evaluate_caches`."""
+
+    window: int | None
+    stride: int | None
+    mode: Mode
+    batch: int
+    chunk: int
+    prompt: int
+    step: int
+    token_bytes: ArrayLike | None
+    progress: Progress[Any] | None
+
+
+def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: ArrayLike, **options: Unpack[Options]) -> Evaluation:
+    """What a cache does to the model's predictions of a text: `evaluate_caches` of one cache, with the same options."""
+    return evaluate_caches([(llama, spec)], token_ids, **options)[0]
+
+
+def evaluate_caches(
+    candidates: Sequence[Candidate],
+    token_ids: ArrayLike,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    mode: Mode = "decode",
+    batch: int = BATCH,
+    chunk: int = CHUNK,
+    prompt: int = 0,
+    step: int = STEP,
+    token_bytes: ArrayLike | None = None,
+    progress: Progress[Any] | None = None,
+) -> tuple[Evaluation, ...]:
+    """What each cache does to the model's predictions of a text, beside the same model without a cache.
+
+    candidates: models that differ only in `cache_parameters`, each with its cache. token_ids: the text, [n].
+    window: tokens of a window, at most the model's positions (default: those, or 2048). stride: from the start of one window to the next
+    (default: half a window); every token is scored once, after at least window - stride others (windows.py). A window starts with an empty
+    cache. mode: see through.py. batch: windows that run together; the results do not depend on it. chunk: tokens of one `prefill` of
+    `chunked`. prompt: tokens of each window that `decode` prefills first, for methods that take statistics from a prompt; a later window's
+    are inside its overlap, the first's are not scored. step: tokens of one step of `decode`; the results of a sound cache do not depend on
+    it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per byte. progress: wraps the loop over slices of windows, as tqdm
+    would.
+
+    Exact rows of a cache have the model's dtype. Memory beside weights and caches: the hidden states of a batch, and logits of a slice,
+    twice at most 256 MiB (in `chunked`: of a chunk). ValueError, in one line, where the request does not fit the text or the model.
+    """
+    ids = np.asarray(token_ids)
+    specs = [parse(spec) for _, spec in candidates]
+    settings = check_request(candidates[0][0].config, ids, specs, window, stride, mode, batch, chunk, prompt, step)
+    width = min(settings.window, ids.size)
+    cut = windows(ids.size, settings.window, settings.stride, prompt)
+    begins, lengths = np.array([w.begin for w in cut]), np.array([w.end - w.begin for w in cut], np.int32)
+    inside = np.arange(width)[None] < lengths[:, None]
+    rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
+    exact, found = _run(candidates, rows, lengths, settings, progress)
+    row, position = np.nonzero(inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None]))
+    index = begins[row] + position
+    utf8_bytes = None if token_bytes is None else int(np.asarray(token_bytes)[index].sum())
+    return tuple(
+        Evaluation(
+            spec=spec,
+            mode=mode,
+            window=width,
+            index=index,
+            position=position,
+            exact_nats=exact[row, position],
+            nats=nats[row, position],
+            kl=kl[row, position],
+            agrees=agrees[row, position],
+            utf8_bytes=utf8_bytes,
+        )
+        for spec, (nats, kl, agrees) in zip(specs, found, strict=True)
+    )
+
+
+class Settings(NamedTuple):
+    """A checked request."""
+
+    window: int
+    stride: int
+    mode: Mode
+    batch: int
+    chunk: int
+    prompt: int
+    step: int
+
+
+def check_request(
+    config: LlamaConfig,
+    token_ids: ArrayLike,
+    specs: Sequence[CacheSpec],
+    window: int | None = None,
+    stride: int | None = None,
+    mode: Mode = "decode",
+    batch: int = BATCH,
+    chunk: int = CHUNK,
+    prompt: int = 0,
+    step: int = STEP,
+) -> Settings:
+    """The request with its defaults filled in, after everything that can be found wrong without weights. Raises as `evaluate_caches`."""
+    window = min(MOST_WINDOW, config.max_position_embeddings) if window is None else window
+    stride = max(1, window // 2) if stride is None else stride
+    if mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
+    if min(batch, chunk, step) < 1:
+        raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
+    if prompt and mode != "decode":
+        raise ValueError(f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything, 'fake' nothing")
+    check_windows(config, token_ids, window, stride, prompt)
+    for spec in specs:
+        layout(spec, config, 1, window)
+    return Settings(window, stride, mode, batch, chunk, prompt, step)
+
+
+def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int = 0) -> Quality:
+    """Scores rows of tokens, one step after the other; the first `prompt` tokens of each are prefilled and not scored. `llama` carries the
+    method's parameters, if it has any.
+
+    A method with prompt statistics (a key norm, a query subspace) has none without a prompt. ValueError where the rows do not fit the
+    vocabulary, or the prompt leaves fewer than two tokens.
+    """
+    tokens = np.asarray(rows, np.int32)
+    batch, length = tokens.shape
+    if not 0 <= tokens.min() <= tokens.max() < llama.config.vocab_size:
+        raise ValueError(f"token ids must be between 0 and {llama.config.vocab_size - 1}")
+    if not 0 <= prompt <= length - 2:
+        raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
+    settings = Settings(length, length, "decode", batch, CHUNK, prompt, STEP)
+    _, (terms,) = _run([(llama, spec)], tokens, np.full(batch, length, np.int32), settings, None)
+    nats, kl, agreement = (float(term[:, prompt + 1 :].mean(dtype=np.float64)) for term in terms)
+    return Quality(batch * (length - prompt - 1), nats, kl, agreement)
+
+
+def _run(
+    candidates: Sequence[Candidate],
+    rows: Int[np.ndarray, "R T"],
+    lengths: Int[np.ndarray, "R"],
+    settings: Settings,
+    progress: Progress[Any] | None,
+) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
+    """(-log p of the exact model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of row r, predicted
+    from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified."""
+    count, width = rows.shape
+    size = min(settings.batch, count)
+    batches = -(-count // size)
+    parts = slices(settings.mode, width, size, candidates[0][0].config.vocab_size, settings.chunk, settings.prompt, settings.step)
+    padded = parts[-1].stop + 1
+    exact = np.full((batches * size, padded), np.nan, np.float32)
+    found = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
+    specs = [parse(spec) for _, spec in candidates]
+    reference, through = None, []
+    work = [(number, part) for number in range(batches) for part in parts]
+    for number, part in (progress or (lambda items, _: items))(work, "evaluating"):
+        here = np.arange(number * size, (number + 1) * size)
+        if part is parts[0]:
+            batch = _batch(rows, lengths, here, padded)
+            reference = Reference(candidates[0][0], batch)
+            through = [
+                Through(llama, spec, settings.mode, batch, settings.step) for (llama, _), spec in zip(candidates, specs, strict=True)
+            ]
+        assert reference is not None, "the first slice made it"
+        predicted = slice(part.first + 1, part.stop + 1)
+        logits, exact[here, predicted] = reference(part)
+        for cache, terms in zip(through, found, strict=True):
+            for whole, term in zip(terms, cache(part, logits), strict=True):
+                whole[here, predicted] = term
+    return exact[:count, :width], [tuple(term[:count, :width] for term in terms) for terms in found]
+
+
+def _batch(rows: Int[np.ndarray, "R T"], lengths: Int[np.ndarray, "R"], index: Int[np.ndarray, "B"], padded: int) -> Batch:
+    """Some rows; past the last one, it again: so every batch has the same size, and one program serves all."""
+    index = np.minimum(index, len(rows) - 1)
+    tokens = np.pad(rows[index], ((0, 0), (0, padded - rows.shape[1])))
+    return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths[index], jnp.int32), rows.shape[1])

@@ -1,0 +1,230 @@
+"""Needles in a haystack: facts hidden in a long text, some of them asked for at the end. The eight tasks of RULER (Hsieh et al. 2024).
+
+Prompt, needles, haystacks and score are RULER's; its keys come from a word list that does not travel with kvq (here: two short lists), its
+essays are the user's text, and it draws depths at random, where here the needle that is asked for stands at a given depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvq_tools.evaluation.tasks.filler import DULL, depth_of, excerpt, fitted, generator, sentences
+from kvq_tools.evaluation.tasks.sample import Fields, Prompts, Sample, Scores, Task, read_rows
+
+OPENING = (
+    "{Some} special magic {things} {are} hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {things} afterwards."
+)
+NEEDLE = "One of the special magic {things} for {key} is: {value}."
+QUESTION = "What {are_all} the special magic {things} for {keys} mentioned in the provided text?"
+FIELDS = Fields({"input": str, "outputs": list}, {"answer_prefix": str}, filled=("input", "outputs"))
+ANSWER_PREFIX = " The special magic {things} for {keys} mentioned in the provided text {are}"
+MAX_NEW_TOKENS = 128
+NEEDLE_TOKENS = 8  # at least so many in a needle
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One of RULER's tasks: what surrounds the needles, what keys and values are, and how many of each."""
+
+    haystack: str  # noise, text, needles
+    keys: str = "words"
+    values: str = "numbers"
+    needles: int = 1
+    values_each: int = 1
+    asked: int = 1
+
+    @property
+    def single(self) -> bool:
+        return self.asked * self.values_each == 1
+
+
+KINDS = {
+    "single_1": Kind("noise"),
+    "single_2": Kind("text"),
+    "single_3": Kind("text", values="uuids"),
+    "multikey_1": Kind("text", needles=4),
+    "multikey_2": Kind("needles"),
+    "multikey_3": Kind("needles", keys="uuids", values="uuids"),
+    "multivalue": Kind("text", values_each=4),
+    "multiquery": Kind("text", needles=4, asked=4),
+}
+
+SINGULAR = {"Some": "A", "are": "is", "are_all": "is"}
+PLURAL = {"Some": "Some", "are": "are", "are_all": "are all"}
+
+
+def _form(number: dict[str, str], things: str, keys: str, context: str) -> tuple[str, str]:
+    """(the prompt up to the question, what the answer begins with)."""
+    words = number | {"things": things, "keys": keys}
+    return "\n".join((OPENING.format(**words), context, QUESTION.format(**words))), ANSWER_PREFIX.format(**words)
+
+
+RULES = {
+    "prompt": "".join(_form(SINGULAR, "number", "{key}", "{haystack}")),
+    "prompt for several values": "".join(_form(PLURAL, "numbers", "{key}, and {key}", "{haystack}")),
+    "needle": NEEDLE.replace("{things}", "numbers"),
+    "haystack": f"noise: lines of {DULL!r}; text: sentences from a random place; needles: others, one a line",
+    "depth": "share of the haystack before the needle that is asked for; all others stand anywhere, and all where several are asked for",
+    "length": "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is cut",
+    "score": "share of the values that the answer contains, in upper or lower case",
+}
+
+
+def score(sample: Sample, text: str) -> Scores:
+    """`accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text, without case (RULER's string_match_all)."""
+    text = text.lower()
+    return {"accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)}
+
+
+def finished(sample: Sample, text: str) -> bool:
+    """Every value was said."""
+    return score(sample, text)["accuracy"] == 1
+
+
+TASK = Task(score, finished)
+
+
+def generated(
+    prompts: Prompts,
+    kind: str,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    count: int,
+    seed: int = 0,
+    text: str | None = None,
+    suffix: str = "",
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> list[Sample]:
+    """`count` samples for each length and depth (for each length, where several values are asked for); the same arguments give the same
+    ones. kind: a name in KINDS. text: the haystack of those that hide needles in one. suffix: put after the prompt's last word.
+
+    ValueError where the kind needs a text and there is none, a length has no room for the needles, or the text is too short to fill it.
+    """
+    if KINDS[kind].haystack == "text" and text is None:
+        raise ValueError(f"{kind} hides needles in a text: give one (--text FILE)")
+    pieces = sentences(text) if text is not None else []
+    return [
+        _sample(prompts, KINDS[kind], length, depth, generator(seed, length, depth or 0, i), pieces, suffix, max_new_tokens)
+        for length in lengths
+        for depth in (depths if KINDS[kind].single else (None,))
+        for i in range(count)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """The needles of one sample. The first `asked` are asked for; `depths` are those of all."""
+
+    kind: Kind
+    pairs: tuple[tuple[str, str], ...]  # (key, value)
+    depths: tuple[float, ...]
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return tuple(value for _, value in self.pairs[: self.kind.asked * self.kind.values_each])
+
+    def question(self, haystack: Sequence[str]) -> tuple[str, str]:
+        """(the prompt up to the question, what the answer begins with)."""
+        lines = list(haystack)
+        for depth, needle in sorted(zip(self.depths, self.needles(), strict=True), reverse=True):
+            lines.insert(round(depth * len(haystack)), needle)
+        keys = list(dict.fromkeys(key for key, _ in self.pairs))[: self.kind.asked]
+        context = (" " if self.kind.haystack == "text" else "\n").join(lines)
+        if self.kind.single:
+            return _form(SINGULAR, self.kind.values.removesuffix("s"), keys[0], context)
+        return _form(PLURAL, self.kind.values, keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}", context)
+
+    def needles(self) -> list[str]:
+        return [_needle(self.kind, key, value) for key, value in self.pairs]
+
+
+def hidden(kind: Kind, depth: float | None, rng: np.random.Generator) -> Hidden:
+    """Needles with different keys; the first at `depth`, the others, or all where it is None, anywhere."""
+    keys: list[str] = []
+    while len(keys) < kind.needles:
+        key = _drawn(kind.keys, rng)
+        keys += [] if key in keys else [key]
+    pairs = tuple((key, _drawn(kind.values, rng)) for key in keys for _ in range(kind.values_each))
+    depths = rng.random(len(pairs)).tolist()
+    return Hidden(kind, pairs, (depths[0] if depth is None else depth, *depths[1:]))
+
+
+def _sample(
+    prompts: Prompts,
+    kind: Kind,
+    length: int,
+    depth: float | None,
+    rng: np.random.Generator,
+    pieces: Sequence[str],
+    suffix: str,
+    max_new_tokens: int,
+) -> Sample:
+    budget = length - max_new_tokens
+    needles = hidden(kind, depth, rng)
+    haystack = _haystack(kind, pieces, max(budget, 0), rng, {key for key, _ in needles.pairs})
+
+    def build(count: int) -> list[int]:
+        question, prefix = needles.question(haystack[:count])
+        return prompts.ids(question, prefix + suffix)
+
+    ids = fitted(build, len(haystack), budget)
+    if len(ids) < 0.8 * budget and kind.haystack == "text":
+        raise ValueError(f"the text has {len(pieces)} sentences, too few to fill {length} tokens")
+    facts = {"needles": needles.needles()}
+    return Sample(tuple(ids), needles.answers, max_new_tokens, {"length": length, "depth": depth}, facts)
+
+
+def _haystack(kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]) -> Sequence[str]:
+    """Enough units to fill `budget` tokens; other needles have keys that are not `taken`."""
+    match kind.haystack:
+        case "noise":
+            return [DULL] * (budget // len(DULL.split()) + 1)
+        case "text":
+            return excerpt(pieces, budget // 2, rng)
+        case _:
+            others = ((_drawn(kind.keys, rng), _drawn(kind.values, rng)) for _ in range(budget // NEEDLE_TOKENS))
+            return [_needle(kind, key, value) for key, value in others if key not in taken]
+
+
+def _needle(kind: Kind, key: str, value: str) -> str:
+    return NEEDLE.format(things=kind.values, key=key, value=value)
+
+
+def _drawn(what: str, rng: np.random.Generator) -> str:
+    match what:
+        case "numbers":
+            return str(rng.integers(1_000_000, 10_000_000))
+        case "uuids":
+            return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+        case _:
+            return "-".join(str(rng.choice(words)) for words in _words())
+
+
+@functools.cache
+def _words() -> tuple[list[str], list[str]]:
+    resource = importlib.resources.files("kvq_tools.evaluation.tasks") / "words.json"
+    lists = json.loads(resource.read_text(encoding="utf-8"))
+    return lists["adjectives"], lists["nouns"]
+
+
+def from_file(
+    path: str | Path, prompts: Prompts, *, limit: int | None = None, suffix: str = "", max_new_tokens: int = MAX_NEW_TOKENS
+) -> list[Sample]:
+    """Samples of a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to `answer_prefix`) and `outputs`."""
+    samples = []
+    for row in read_rows(path, FIELDS, limit):
+        prefix = row.get("answer_prefix") or ""
+        ids = prompts.ids(row["input"].removesuffix(prefix), prefix + suffix)
+        labels = {"length": len(ids) + max_new_tokens, "depth": depth_of(row["outputs"][0], row["input"])}
+        samples.append(Sample(tuple(ids), tuple(row["outputs"]), max_new_tokens, labels))
+    return samples

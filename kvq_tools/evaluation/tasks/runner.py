@@ -1,0 +1,110 @@
+"""Runs a task: prompts of similar length together, every token through the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvq_jax.cache.cache import init_cache
+from kvq_jax.cache.spec import CacheSpec
+from kvq_models.inference.generation import generate_stream
+from kvq_models.inference.progress import Progress
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Scores, Task
+
+SHORTEST = 64  # tokens of a cache, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model generated for the sample of this index, and how it scores."""
+
+    index: int
+    text: str
+    tokens: int
+    scores: Scores
+
+
+def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
+    """ValueError, in one line, where a sample is empty, has a token that the model does not know, or does not fit its positions."""
+    for index, sample in enumerate(samples):
+        if not sample.prompt:
+            raise ValueError(f"sample {index} has an empty prompt")
+        outside = [token for token in sample.prompt if not 0 <= token < config.vocab_size]
+        if outside:
+            raise ValueError(f"sample {index} has token id {outside[0]}, outside the model's vocabulary of {config.vocab_size}")
+        need = len(sample.prompt) + sample.max_new_tokens
+        if need > config.max_position_embeddings:
+            raise ValueError(
+                f"sample {index} needs {need} tokens ({len(sample.prompt)} prompt + {sample.max_new_tokens} new), and the model was "
+                f"trained for {config.max_position_embeddings} positions"
+            )
+
+
+def capacity(sample: Sample, config: LlamaConfig) -> int:
+    """Tokens of the cache that a sample runs through: at most a quarter more than it needs, and few different ones, since each is a program
+    to compile; within the model's positions, on which dynamic RoPE depends."""
+    need = len(sample.prompt) + sample.max_new_tokens
+    step = max(SHORTEST, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
+    return min(-(-need // step) * step, config.max_position_embeddings)
+
+
+def run(
+    llama: Llama,
+    spec: CacheSpec,
+    task: Task,
+    samples: Sequence[Sample],
+    prompts: Prompts,
+    *,
+    batch: int,
+    progress: Progress[Any] | None = None,
+    message: str = "running",
+) -> Iterator[Answer]:
+    """Answers greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); exact rows have its dtype.
+
+    batch: the most prompts that run together; the scores do not depend on it (but for the rounding of sums). Generation ends at the
+    model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. ValueError as
+    `check_samples`.
+    """
+    check_samples(samples, llama.config)
+    rows = list(batches(samples, llama.config, batch))
+    for indices in rows if progress is None else progress(rows, message):
+        found = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
+        for index, (text, tokens) in dict(zip(indices, found, strict=True)).items():
+            yield Answer(index, text, tokens, task.score(samples[index], text))
+
+
+def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
+    """Indices of samples that run together, the longest first, so that memory runs out at once if it does. The last of several batches
+    repeats its last sample: a smaller batch would be another program to compile."""
+
+    def shape(index: int) -> tuple[int, int]:
+        return capacity(samples[index], config), samples[index].max_new_tokens
+
+    for _, group in itertools.groupby(sorted(range(len(samples)), key=shape, reverse=True), key=shape):
+        indices = list(group)
+        for at in range(0, len(indices), batch):
+            chunk = indices[at : at + batch]
+            yield chunk + chunk[-1:] * (min(batch, len(indices)) - len(chunk))
+
+
+def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts) -> list[tuple[str, int]]:
+    """(text, number of tokens) of each sample."""
+    room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
+    tokens = np.zeros((len(samples), room - max_new_tokens), np.int32)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample.prompt)] = sample.prompt
+    lengths = np.array([len(sample.prompt) for sample in samples], np.int32)
+    cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
+    ends, found = llama.config.eos_token_ids, []
+    for so_far in generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends):
+        rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
+        found = [(prompts.decode(row), len(row)) for row in rows]
+        if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, _) in zip(rows, samples, found, strict=True)):
+            break
+    return found

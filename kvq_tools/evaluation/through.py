@@ -1,0 +1,141 @@
+"""One cache in one of three modes, a slice of positions at a time.
+
+    decode    token after token through the cache, as generation reads it. The truth. A step of several tokens equals as many
+              single steps and is quicker; single ones are what fused kernels serve, where a GPU has them.
+    chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the cache. What serving does with a prompt.
+    fake      one forward pass in which every token is quantized (forward.py). What papers simulate.
+
+Every mode walks over the same slices of positions, and all caches walk together: the exact logits of a slice are made once, compared with
+those of each cache, and forgotten.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.array_types import LengthsB
+from kvq_jax.cache.cache import Cache, init_cache
+from kvq_jax.cache.spec import CacheSpec
+from kvq_models.inference.decoding import decode_step, prefill, prefill_program
+from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_tools.evaluation.compare import Terms, compare, token_nats
+from kvq_tools.evaluation.forward import hidden_states
+
+Mode = Literal["decode", "chunked", "fake"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+STEP = 31  # tokens of one decode step. Odd, so that steps end everywhere in a block: at its end nothing is missing that was lost inside
+CHUNK = 256  # tokens of a chunk of `chunked`, and of a slice in the other modes where its logits are not too large
+SLICE_BYTES = 1 << 28  # of a slice's exact fp32 logits; those of one cache take as many
+
+
+class Slice(NamedTuple):
+    """Inputs start .. stop - 1 of every window; they predict the tokens after `first` .. stop - 1. `prompt` is prefilled in any mode."""
+
+    start: int
+    stop: int
+    first: int
+    prompt: bool = False
+
+
+def slices(mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP) -> tuple[Slice, ...]:
+    """What a window of `length` tokens is cut into. The last slice may reach past the window; all but the prompt are equally long."""
+    if mode == "chunked":
+        size = min(chunk, length)
+    else:
+        fitting = min(CHUNK, SLICE_BYTES // (4 * batch * vocabulary))
+        size = min(max(1, fitting // step), -(-(length - prompt) // step)) * step
+    parts = [Slice(0, prompt, prompt - 1, True)] if prompt else []
+    return (*parts, *(Slice(at, at + size, at) for at in range(prompt, length - 1, size)))
+
+
+class Batch(NamedTuple):
+    """Windows of a text as rows: tokens [B, T], right-padded past the last slice; lengths [B]; width: positions of a window."""
+
+    tokens: Int[Array, "B T"]
+    lengths: LengthsB
+    width: int
+
+    def inputs(self, part: Slice) -> Int[Array, "B t"]:
+        return self.tokens[:, part.start : part.stop]
+
+    def following(self, part: Slice) -> Int[Array, "B t"]:
+        return self.tokens[:, part.first + 1 : part.stop + 1]
+
+
+class Reference:
+    """The exact model on a batch: (logits, -log p of the following tokens) of a slice."""
+
+    def __init__(self, llama: Llama, batch: Batch):
+        self.llama, self.batch = llama, batch
+        self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths)
+
+    def __call__(self, part: Slice) -> tuple[Float[Array, "B t V"], Float[Array, "B t"]]:
+        return _exact(self.llama, _rows(self.hidden, part), self.batch.following(part))
+
+
+class Through:
+    """One cache on a batch: what it makes of slice after slice, which must be given in order."""
+
+    def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP):
+        self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
+        if mode == "fake":
+            self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths, spec)
+        else:
+            rows = batch.tokens.shape[0]
+            self.cache = init_cache(spec, llama.config, rows, batch.width, llama.embed[...].dtype)
+
+    def __call__(self, part: Slice, exact: Float[Array, "B t V"]) -> Terms:
+        now, following = self.batch.inputs(part), self.batch.following(part)
+        if self.mode == "fake":
+            return _headed(self.llama, _rows(self.hidden, part), following, exact)
+        if part.prompt:
+            logits, self.cache = prefill(self.llama, self.cache, now)
+            return _compared(logits[:, None], exact, following)
+        if self.mode == "decode":
+            self.cache, terms = _decoded(self.llama, self.cache, now, following, exact, self.step)
+            return terms
+        new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
+        logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
+        return _compared(logits, exact, following)
+
+
+def _rows(hidden: HiddenBTD, part: Slice) -> HiddenBTD:
+    """The slice's rows; zeros past the window, where nothing is scored."""
+    rows = hidden[:, part.first : part.stop]
+    return jnp.pad(rows, ((0, 0), (0, part.stop - part.first - rows.shape[1]), (0, 0)))
+
+
+@jax.jit
+def _exact(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"]) -> tuple[Float[Array, "B t V"], Float[Array, "B t"]]:
+    logits = llama.logits(hidden)
+    return logits, token_nats(logits, following)
+
+
+@jax.jit
+def _headed(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"], exact: Float[Array, "B t V"]) -> Terms:
+    return compare(llama.logits(hidden), exact, following)
+
+
+_compared = jax.jit(compare)
+
+
+@functools.partial(jax.jit, static_argnames="step", donate_argnames="cache")
+def _decoded(
+    llama: Llama, cache: Cache, now: Int[Array, "B t"], following: Int[Array, "B t"], exact: Float[Array, "B t V"], step: int
+) -> tuple[Cache, Terms]:
+    """`step` tokens after `step` tokens. Those past the cache's capacity are padding: they get nan, and are not written."""
+
+    def advance(cache: Cache, i: Array) -> tuple[Cache, Terms]:
+        tokens, targets, wanted = (lax.dynamic_slice_in_dim(a, i * step, step, 1) for a in (now, following, exact))
+        logits, cache = decode_step(llama, cache, tokens)
+        return cache, compare(logits, wanted, targets)
+
+    cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // step))
+    return cache, jax.tree.map(lambda part: jnp.moveaxis(part, 0, 1).reshape(now.shape), parts)

@@ -1,0 +1,56 @@
+"""Windows over a text, as in "Perplexity of fixed-length models" of the Hugging Face documentation.
+
+A window starts every `stride` tokens and scores what no earlier window has scored. So each token but the text's first is scored once, and
+after the first window with at least window - stride tokens of context. Where stride == window, a window's first token has no context and
+is not scored. Each scored token has the same weight (the documentation's code counts one token too few in every later window).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvq_models.llama.config import LlamaConfig
+
+
+class Window(NamedTuple):
+    """Tokens begin .. end - 1 of a text; those from begin + first on are scored."""
+
+    begin: int
+    end: int
+    first: int
+
+
+def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Window, ...]:
+    """The windows of a text; those that score nothing are left out. The first `prompt` tokens of a window are not scored."""
+    found, scored = [], 0
+    for begin in range(0, tokens, stride):
+        end = min(begin + window, tokens)
+        found.append(Window(begin, end, max(scored - begin, prompt, 1)))
+        scored = end
+        if end == tokens:
+            break
+    return tuple(w for w in found if w.first < w.end - w.begin)
+
+
+def check_windows(config: LlamaConfig, token_ids: ArrayLike, window: int, stride: int, prompt: int = 0) -> None:
+    """ValueError, in one line, where a text cannot be scored in these windows."""
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.size < 2:
+        raise ValueError(f"an evaluation needs a text of at least two tokens, and this one has {ids.size}")
+    outside = (ids < 0) | (ids >= config.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ValueError(f"token id {ids[at]} at position {at} is outside the vocabulary of {config.vocab_size}")
+    if window < 2:
+        raise ValueError(f"a window of {window} predicts nothing: give at least two tokens")
+    if window > config.max_position_embeddings:
+        raise ValueError(f"a window of {window} tokens is beyond the {config.max_position_embeddings} positions of the model")
+    if not 1 <= stride <= window:
+        raise ValueError(f"a stride of {stride} tokens must be between 1 and the window of {window}: other tokens would not be scored")
+    if not 0 <= prompt < min(window, ids.size):
+        raise ValueError(f"a prompt of {prompt} tokens leaves nothing to score in windows of {min(window, ids.size)}")
+    if prompt > window - stride and ids.size > window:
+        raise ValueError(f"a prompt of {prompt} tokens must fit into the {window - stride} that windows of {window} by {stride} overlap")

@@ -1,0 +1,138 @@
+"""The numbers of a report, from a model, a text's tokens and caches."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import kvq_jax as kvq
+from kvq_jax.cache.accounting import layer_components
+from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_bytes
+from kvq_models.inference.memory_status import is_dense
+from kvq_models.inference.progress import Progress
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.finite import finite
+from kvq_tools.evaluation.results import Bucket, Evaluation
+from kvq_tools.evaluation.run import Settings, evaluate_caches
+from kvq_tools.evaluation.text import TokenizedText
+from kvq_tools.report import maps, schema, times
+
+
+class Plan(NamedTuple):
+    """What to collect. buckets: parts of a window in numbers by position; contexts: of decode steps, none to time nothing; sample: tokens
+    of magnitudes and errors."""
+
+    model: str
+    text: str
+    command: str
+    settings: Settings
+    buckets: int
+    contexts: tuple[int, ...]
+    steps: int
+    sample: int
+
+
+def collect(
+    plan: Plan, plain: Llama, candidates: Sequence[times.Candidate], text: TokenizedText, progress: Progress | None = None
+) -> schema.Report:
+    """Everything. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
+    config, settings = plain.config, plan.settings
+    started = time.perf_counter()
+    pairs = [(c.llama, c.spec) for c in candidates]
+    found = evaluate_caches(pairs, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=progress)
+    seconds = time.perf_counter() - started
+    inputs = maps.layer_inputs(plain, jnp.asarray(text.ids[: plan.sample]))
+    shown = (progress or (lambda items, _: items))(candidates, "comparing keys and values")
+    errors = [maps.errors(candidate.llama, candidate.spec, inputs) for candidate in shown]
+    speed = times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress) if plan.contexts else None
+    first = found[0]
+    parts = first.by_position(plan.buckets)
+    return schema.Report(
+        format=schema.FORMAT,
+        command=plan.command,
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        model=_model(plan.model, plain),
+        text=schema.Text(plan.text, text.ids.size, first.tokens, first.utf8_bytes),
+        request=_request(settings, config, first.window, seconds),
+        positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
+        exact=schema.Exact(finite(first.exact_perplexity), finite(first.exact_bits_per_byte), tuple(finite(p.exact_nats) for p in parts)),
+        caches=tuple(
+            _cache(c.name, e, config, e.by_position(plan.buckets), own) for c, e, own in zip(candidates, found, errors, strict=True)
+        ),
+        speed=speed,
+        tokens_of_sample=int(inputs[0].positions.size),
+        magnitudes=maps.magnitudes(inputs, maps.spread(config.num_hidden_layers)),
+    )
+
+
+def timed(plain: Llama, candidates: Sequence[times.Candidate]) -> list[times.Candidate]:
+    """The caches, after a dense one where none of them is."""
+    dense = [] if any(is_dense(c.spec) for c in candidates) else [times.Candidate("dense", kvq.parse("dense"), plain)]
+    return [*dense, *candidates]
+
+
+def _model(name: str, llama: Llama) -> schema.Model:
+    config = llama.config
+    return schema.Model(
+        name=name,
+        family=config.model_type,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(llama)),
+        layers=config.num_hidden_layers,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        positions=config.max_position_embeddings,
+        dtype=llama.embed[...].dtype.name,
+    )
+
+
+def _request(settings: Settings, config: LlamaConfig, capacity: int, seconds: float) -> schema.Request:
+    return schema.Request(
+        mode=settings.mode,
+        window=settings.window,
+        stride=settings.stride,
+        prompt=settings.prompt,
+        chunk=settings.chunk if settings.mode == "chunked" else None,
+        step=settings.step if settings.mode == "decode" else None,
+        batch=settings.batch,
+        capacity=capacity,
+        bf16_bytes=kvq.dense_nbytes(config, 1, capacity),
+        seconds=round(seconds, 1),
+    )
+
+
+def _cache(
+    name: str, evaluation: Evaluation, config: LlamaConfig, parts: Sequence[Bucket], errors: tuple[schema.LayerErrors, ...]
+) -> schema.CacheNumbers:
+    spec, capacity = evaluation.spec, evaluation.window
+    layout = kvq.layout(spec, config, 1, capacity, CACHE_DTYPE)
+    size = kvq.nbytes(layout)
+    return schema.CacheNumbers(
+        name=name,
+        spec=str(spec),
+        perplexity=finite(evaluation.perplexity),
+        bits_per_byte=finite(evaluation.bits_per_byte),
+        kl=finite(evaluation.mean_kl),
+        agreement=evaluation.agreement,
+        bytes=size,
+        ratio=kvq.dense_nbytes(config, 1, capacity) / size,
+        bits_per_element=kvq.bits_per_element(spec, config, capacity, CACHE_DTYPE),
+        body_bits_per_element=kvq.body_bits_per_element(spec, config),
+        parameter_bytes=sum(parameter_bytes(layout, config, CACHE_DTYPE)),
+        working_bytes=working_bytes(layout),
+        sink=spec.sink,
+        recent=spec.recent,
+        block=spec.block,
+        nats=tuple(finite(p.nats) for p in parts),
+        kl_by_position=tuple(finite(p.kl) for p in parts),
+        flips_by_position=tuple(p.flips for p in parts),
+        flips=tuple(evaluation.flips.tolist()),
+        sizes=tuple(tuple(schema.Part(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
+        errors=errors,
+    )

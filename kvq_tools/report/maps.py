@@ -1,0 +1,93 @@
+"""How large keys and values are, and what quantizing every token makes of them, channel by channel, on the exact model's activations.
+
+    magnitude[t, (k, c)] = |x[k, t, c]|                                   x: keys after RoPE, or values; k: KV head, c: channel
+    error[(k, c)]        = mean over t of |x^[k, t, c] - x[k, t, c]|      x^: `kvq_jax.roundtrip_layer`, no exact window
+    relative             = ||x^ - x|| / ||x||                             over all tokens and channels of a layer
+
+Every layer is given the exact model's inputs, so errors do not add up from layer to layer, but where a method carries something upwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvq_jax as kvq
+from kvq_jax.array_types import LayerInputs, RowsBKTH
+from kvq_jax.cache.spec import CacheSpec
+from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.llama.model import Llama
+from kvq_models.llama.rope import rope_for
+from kvq_tools.evaluation.forward import causal_attention
+from kvq_tools.report.schema import LayerErrors, LayerMagnitudes, Packed
+
+SAMPLE = 128  # tokens
+MOST_LAYERS = 8  # whose magnitudes are kept
+DIGITS = 4  # of an error
+
+
+@jax.jit
+def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ...]:
+    """What every layer of the exact model gets for one sequence."""
+    positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
+    valid = jnp.ones_like(positions, bool)
+    rope, hidden, found = rope_for(llama.config, tokens.size), llama.embed_tokens(tokens[None]), []
+    for layer in llama.layers:
+        inputs = layer.attention_inputs(hidden, positions, valid, rope)
+        hidden = layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v))
+        found.append(inputs)
+    return tuple(found)
+
+
+def magnitudes(inputs: tuple[LayerInputs, ...], layers: tuple[int, ...]) -> tuple[LayerMagnitudes, ...]:
+    """|k| and |v| of some layers."""
+
+    def packed(rows: RowsBKTH) -> Packed:
+        rows_KTH = np.asarray(rows[0], np.float32)
+        return Packed.of(np.abs(rows_KTH).swapaxes(0, 1).reshape(rows_KTH.shape[1], -1))
+
+    return tuple(LayerMagnitudes(i, packed(inputs[i].k_rot), packed(inputs[i].v)) for i in layers)
+
+
+def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
+    """At most `most` layers, evenly spaced, the first and the last among them."""
+    return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, most))}))
+
+
+def errors(llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]) -> tuple[LayerErrors, ...]:
+    """Of every layer; `llama` carries what the cache needs."""
+    found = jax.device_get(_errors(inputs, parameters_for(llama, spec), spec))
+    return tuple(LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values)) for k, v, keys, values in found)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _errors(inputs: tuple[LayerInputs, ...], parameters: Any, spec: CacheSpec) -> list[tuple[Array, ...]]:
+    """(relative of keys, of values, keys [K H], values [K H]) of every layer."""
+    found, carry = [], ()
+    for number, (own, mine) in enumerate(zip(inputs, parameters, strict=True)):
+        keys, values, carry = kvq.roundtrip_layer(spec, own, mine, number, carry)
+        (k, by_key), (v, by_value) = _compared(keys, own.k_rot), _compared(values, own.v)
+        found.append((k, v, by_key, by_value))
+    return found
+
+
+def _compared(quantized: RowsBKTH, exact: RowsBKTH) -> tuple[Float[Array, ""], Float[Array, " KH"]]:
+    exact = exact.astype(jnp.float32)
+    difference = quantized.astype(jnp.float32) - exact
+    norm = jnp.linalg.norm(exact.reshape(-1))
+    relative = jnp.where(norm > 0, jnp.linalg.norm(difference.reshape(-1)) / norm, 0)
+    return relative, jnp.mean(jnp.abs(difference[0]), axis=1).reshape(-1)
+
+
+def _number(value: Float[np.ndarray, ""]) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _numbers(values: Float[np.ndarray, "n"]) -> tuple[float | None, ...]:
+    return tuple(map(_number, values))

@@ -1,0 +1,189 @@
+"""The page: one HTML file with everything in it, made from a report's numbers and its pictures."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from kvq_tools.report import cost, heat, quality
+from kvq_tools.report.drawing import COLOURS, Picture
+from kvq_tools.report.schema import Report, Speed
+
+TEMPLATE = "page.html.jinja"
+NOTHING = "–"
+
+
+class Table(NamedTuple):
+    """The first column names a row; the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+class Section(NamedTuple):
+    title: str
+    text: str
+    pictures: tuple[Picture, ...]
+    table: Table | None = None  # beside them
+
+
+def sections(report: Report) -> tuple[Section, ...]:
+    """What the page shows, in its order."""
+    request, speed = report.request, cost.speed(report)
+    scored = f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
+    found = [
+        Section(
+            "Quality against size",
+            f"KL, perplexity and sizes are of the same run: {scored}, read through the cache itself ({_mode(report)}). "
+            f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the exact windows weigh less, "
+            "and a cache moves towards its body's bits (table below).",
+            (quality.pareto_kl(report), quality.pareto_perplexity(report)),
+        ),
+        Section("By position", "", (*quality.by_position(report), quality.flips(report))),
+        Section("Size", "", (cost.sizes(report),)),
+    ]
+    if report.speed is not None and speed is not None:
+        machine = report.speed.machine
+        found.append(
+            Section(
+                "Speed",
+                f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}), in {report.model.dtype}; "
+                f"the machine's load average was {' and '.join(f'{load:g}' for load in machine.load)} before and after. "
+                "Times of a busy machine compare caches only roughly.",
+                (speed,),
+                _times(report.speed),
+            )
+        )
+    errors = heat.errors(report)
+    found.append(Section("Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))))
+    return tuple(found)
+
+
+def numbers(report: Report) -> Table:
+    """The main table: a row for the exact model and for each cache."""
+    columns = [
+        "cache",
+        "front",
+        "perplexity",
+        "bits per byte",
+        "KL, nats",
+        "top-1 agreement",
+        "flips",
+        "bytes",
+        "ratio to bf16",
+        "bits per element",
+        "body bits per element",
+        "parameter bytes",
+        "working bytes",
+        "sink, recent, block",
+    ]
+    by_kl, by_perplexity = quality.front_by(report, "kl"), quality.front_by(report, "perplexity")
+    exact = [quality.EXACT, "", number(report.exact.perplexity, 3), number(report.exact.bits_per_byte, 4), "", "", ""]
+    exact += [str(report.request.bf16_bytes), "1.00", "16.00"]
+    rows = [(*exact, *[""] * (len(columns) - len(exact)))]
+    for i, c in enumerate(report.caches):
+        front = {(True, True): "both", (True, False): "KL", (False, True): "perplexity"}.get((by_kl[i], by_perplexity[i]), "")
+        rows.append(
+            (
+                f"{i + 1} {c.name}",
+                front,
+                number(c.perplexity, 3),
+                number(c.bits_per_byte, 4),
+                number(c.kl, 5),
+                f"{c.agreement:.2%}",
+                str(len(c.flips)),
+                str(c.bytes),
+                f"{c.ratio:.2f}",
+                f"{c.bits_per_element:.2f}",
+                f"{c.body_bits_per_element:.2f}",
+                str(c.parameter_bytes),
+                str(c.working_bytes),
+                f"{c.sink}, {c.recent}, {c.block}",
+            )
+        )
+    note = "bf16 rows stand for the model without a cache; parameters and working memory come beside the cache"
+    return Table("All numbers", tuple(columns), tuple(rows), note)
+
+
+def details(report: Report) -> tuple[Table, ...]:
+    """What the pictures are drawn from, but for the maps, the places of flips and single times, which only report.json has."""
+    parts = [f"{p.first}-{p.last}" for p in report.positions]
+    rows = [("tokens", *(str(p.tokens) for p in report.positions)), (f"{quality.EXACT}: nats", *_each(report.exact.nats, 4))]
+    for n, c in enumerate(report.caches, 1):
+        rows.append((f"{n} {c.name}: nats", *_each(c.nats, 4)))
+        rows.append((f"{n} {c.name}: KL", *_each(c.kl_by_position, 5)))
+        rows.append((f"{n} {c.name}: flips", *map(str, c.flips_by_position)))
+    layers = tuple(f"layer {i}" for i in range(report.model.layers))
+    return (
+        Table("By position in the window", ("tokens before", *parts), tuple(rows)),
+        Table("Bytes by layer and part", ("cache, side, part", *layers), tuple(_sizes(report))),
+        Table("Relative errors by layer, every token quantized", ("cache, side", *layers), tuple(_errors(report))),
+    )
+
+
+def html(report: Report) -> str:
+    """The page. It refers to nothing outside itself."""
+    source = importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(source)
+    shown = sections(report)
+    return template.render(
+        report=report,
+        mode=_mode(report),
+        sections=shown,
+        svg={picture.name: Markup(picture.svg) for section in shown for picture in section.pictures},
+        table=numbers(report),
+        details=details(report),
+        light={name: colours[0] for name, colours in COLOURS.items()},
+        dark={name: colours[1] for name, colours in COLOURS.items()},
+    )
+
+
+def number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _each(values: Sequence[float | None], digits: int) -> list[str]:
+    return [number(value, digits) for value in values]
+
+
+def _sizes(report: Report) -> list[tuple[str, ...]]:
+    rows = []
+    for n, cache in enumerate(report.caches, 1):
+        held = [{(part.side, part.name): part.bytes for part in layer} for layer in cache.sizes]
+        for side, name in sorted({key for layer in held for key in layer}):
+            rows.append((f"{n} {cache.name}: {side} {name}", *(str(layer.get((side, name), 0)) for layer in held)))
+    return rows
+
+
+def _errors(report: Report) -> list[tuple[str, ...]]:
+    rows = []
+    for n, cache in enumerate(report.caches, 1):
+        for side in ("k", "v"):
+            found: list[Any] = [getattr(layer, f"{side}_relative") for layer in cache.errors]
+            rows.append((f"{n} {cache.name}: {side}", *(NOTHING if value is None else f"{value:.4g}" for value in found)))
+    return rows
+
+
+def _times(speed: Speed) -> Table:
+    rows = tuple(
+        (c.name, c.reads, *(f"{low:.3g}; {median:.3g}" for low, median in zip(c.fastest_ms, c.medians_ms, strict=True)))
+        for c in speed.caches
+    )
+    return Table("Decode steps, ms: fastest; median", ("cache", "read by", *(f"{n} tokens" for n in speed.contexts)), rows)
+
+
+def _mode(report: Report) -> str:
+    request = report.request
+    text = {
+        "decode": "token after token, as generation does" + (f" ({request.step} at a time)" if (request.step or 1) > 1 else ""),
+        "chunked": f"chunks of {request.chunk} tokens, as serving reads a prompt",
+        "fake": "one forward pass with every token quantized, as papers simulate",
+    }[request.mode]
+    return text + (f", after a prompt of {request.prompt} tokens" if request.prompt else "")

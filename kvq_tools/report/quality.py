@@ -1,0 +1,265 @@
+"""How good the predictions are: against size, by position, and where the likeliest token flips."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, figure, label, legend_below, line_of, plain, size_unit, told
+from kvq_tools.report.labels import place_labels
+from kvq_tools.report.schema import Report
+
+EXACT = "model without a cache"
+LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
+FLIP_COLUMNS = 160
+BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+
+
+def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
+    """Which (size, loss) are on the Pareto front: no other is at most as large and loses at most as much, and less of one of them.
+    Points without a loss are not on it."""
+
+    def better(a: tuple[float, float | None], b: tuple[float, float | None]) -> bool:
+        return a[1] is not None and b[1] is not None and a[0] <= b[0] and a[1] <= b[1] and (a[0], a[1]) != (b[0], b[1])
+
+    return tuple(point[1] is not None and not any(better(other, point) for other in points) for point in points)
+
+
+def front_by(report: Report, measure: str) -> tuple[bool, ...]:
+    """The front of the report's caches: stored bits per element against `kl` or `perplexity`."""
+    return front([(c.bits_per_element, getattr(c, measure)) for c in report.caches])
+
+
+def pareto_kl(report: Report) -> Picture:
+    """Mean KL(p || q) in nats against stored bits per element, both on log scales."""
+    shown = [c for c in report.caches if c.kl is not None]
+    seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > LEAST_KL]
+    floor = 10 ** math.floor(math.log10(min(seen, default=1e-3)) - 0.3)
+
+    def draw(theme: Theme) -> Any:
+        return _pareto(report, theme, "kl", "mean KL(p || q), nats", floor, None)
+
+    note = " A point on the lower edge is below the scale: its predictions are those of the exact model." if len(seen) < len(shown) else ""
+    return Picture(
+        name="pareto_kl",
+        title="KL against size",
+        reading="Lower and further left is better: a lower point predicts more like the model without a cache, a point further left "
+        "stores fewer bits. Filled points, joined by the line, are the front: no other cache is both smaller and closer." + note,
+        alt=_pareto_alt(report, "kl", "KL to the exact model"),
+        wide=False,
+        draw=draw,
+    )
+
+
+def pareto_perplexity(report: Report) -> Picture:
+    """Perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
+
+    def draw(theme: Theme) -> Any:
+        return _pareto(report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity)
+
+    return Picture(
+        name="pareto_perplexity",
+        title="Perplexity against size",
+        reading="Lower and further left is better; filled points are the front. The dashed line is the model without a cache. "
+        "A cache may end below it by chance: KL, not perplexity, says how far predictions moved.",
+        alt=_pareto_alt(report, "perplexity", "perplexity") + f" The model without a cache has {told(report.exact.perplexity)}.",
+        wide=False,
+        draw=draw,
+    )
+
+
+def _pareto(report: Report, theme: Theme, measure: str, name: str, floor: float, reference: float | None) -> Any:
+    """floor: smaller values are drawn on the lower edge, which then is there."""
+
+    def shown(value: float) -> float:
+        return max(value, floor)
+
+    drawn = figure(HALF, 4.0)
+    axes = drawn.subplots()
+    points = [(n, c, getattr(c, measure)) for n, c in enumerate(report.caches, 1) if getattr(c, measure) is not None]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    on_front = front_by(report, measure)
+    line = sorted((c.bits_per_element, shown(value)) for n, c, value in points if on_front[n - 1])
+    if line:
+        axes.plot(*zip(*line, strict=True), color=theme["muted"], linewidth=1, zorder=1)
+    for n, c, value in points:
+        style = line_of(theme, n, c)
+        face = style["color"] if on_front[n - 1] else theme["paper"]
+        axes.plot(
+            c.bits_per_element,
+            shown(value),
+            style["marker"],
+            color=style["color"],
+            markerfacecolor=face,
+            markersize=6,
+            zorder=3,
+            clip_on=False,
+        )
+    if reference is not None:
+        axes.axhline(reference, color=theme["muted"], linestyle="--", linewidth=1, zorder=1)
+    bits = [c.bits_per_element for _, c, _ in points] or [1.0]
+    axes.set_xlim(min(bits) / 1.15, max(bits) * 1.15)
+    low, high = axes.get_ylim()
+    low = max(low, floor)
+    axes.set_ylim(low if low == floor else low / (high / low) ** 0.06, high * (high / low) ** 0.06)
+    ticks = [b for b in BITS if min(bits) / 1.15 <= b <= max(bits) * 1.15]
+    axes.set_xticks(ticks, [str(b) for b in ticks])
+    axes.set(xlabel="stored bits per element of keys and values, windows included", ylabel=name)
+    _plain_ticks(axes)
+    _bytes_above(report, axes, ticks)
+    lines = list(itertools.pairwise(line))
+    if reference is not None:
+        lines.append(((min(bits), reference), (max(bits), reference)))
+    at = [(c.bits_per_element, shown(v)) for _, c, v in points]
+    place_labels(drawn, axes, at, [label(n, c.name) for n, c, _ in points], theme["ink"], lines)
+    return drawn
+
+
+def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
+    """The same scale in bytes of one whole cache."""
+    elements = report.request.bf16_bytes / 2
+    unit, name = size_unit(max(ticks, default=1) * elements / 8)
+    per_bit = elements / 8 / unit
+    above = axes.secondary_xaxis("top", functions=(lambda bits: bits * per_bit, lambda size: size / per_bit))
+    sizes = [t * per_bit for t in ticks]
+    above.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+    above.minorticks_off()
+    above.set_xlabel(f"cache of {report.request.capacity} tokens, {name}")
+
+
+def _plain_ticks(axes: Any) -> None:
+    """Numbers rather than powers of ten, and several of them where a log scale spans little more than a decade."""
+    from matplotlib import ticker
+
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    plain(axes.yaxis)
+    low, high = axes.get_ylim()
+    if high / low < 20:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+        axes.set_ylim(low, high)
+
+
+def _pareto_alt(report: Report, measure: str, name: str) -> str:
+    marks = front_by(report, measure)
+    each = [f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, measure))}" for c in report.caches]
+    return (
+        f"Scatter plot of {name} against stored bits per element. {'; '.join(each)}. "
+        f"On the front: {', '.join(c.name for c, on in zip(report.caches, marks, strict=True) if on) or 'none'}."
+    )
+
+
+def by_position(report: Report) -> tuple[Picture, Picture]:
+    """Perplexity and KL in nats over parts of the window in which anything was scored."""
+    held = [i for i, part in enumerate(report.positions) if part.tokens]
+    where = [(report.positions[i].first + report.positions[i].last) / 2 for i in held]
+    names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in held]
+
+    def lines(theme: Theme, name: str, rows: Sequence[tuple[str, dict[str, Any], Sequence[float | None]]]) -> Any:
+        drawn = figure(HALF, 3.1 + 0.17 * math.ceil(len(rows) / 2))
+        axes = drawn.subplots()
+        for text, style, values in rows:
+            axes.plot(where, np.array([values[i] for i in held], float), label=text, **style)  # None becomes nan: a gap
+        axes.set_xticks(where, names, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set_yscale("log")
+        axes.set(xlabel="tokens before the predicted one, in its window", ylabel=name)
+        _plain_ticks(axes)
+        legend_below(drawn, axes)
+        return drawn
+
+    def perplexity(theme: Theme) -> Any:
+        reference = (EXACT, {"color": theme["ink"], "linewidth": 2.4, "alpha": 0.45}, _exp(report.exact.nats))
+        rows = [(label(n, c.name), line_of(theme, n, c), _exp(c.nats)) for n, c in enumerate(report.caches, 1)]
+        return lines(theme, "perplexity", [reference, *rows])
+
+    def kl(theme: Theme) -> Any:
+        return lines(
+            theme,
+            "mean KL(p || q), nats",
+            [
+                (label(n, c.name), line_of(theme, n, c), [v if v is not None and v > LEAST_KL else None for v in c.kl_by_position])
+                for n, c in enumerate(report.caches, 1)
+                if (c.kl or 0) > LEAST_KL
+            ],
+        )
+
+    span = f"positions {names[0]} to {names[-1]}" if names else "no positions"
+    hidden = [c.name for c in report.caches if (c.kl or 0) <= LEAST_KL]
+    return (
+        Picture(
+            name="position_perplexity",
+            title="Perplexity by position",
+            reading="Each point is a part of the window. The wide line is the model without a cache; "
+            "a cache that leaves it towards the right loses quality as the context grows.",
+            alt=f"Line plot of perplexity over {span} of the window for the exact model and {len(report.caches)} caches.",
+            wide=False,
+            draw=perplexity,
+        ),
+        Picture(
+            name="position_kl",
+            title="KL by position",
+            reading="Lower is better; a line that rises means that errors grow with the number of quantized tokens. "
+            "Near the left a cache may still hold every token exactly."
+            + (f" Not shown, for it is 0: {', '.join(hidden)}." if hidden else ""),
+            alt=f"Line plot of KL over {span} of the window. "
+            + "; ".join(f"{c.name} ends at {told(c.kl_by_position[held[-1]] if held else None)}" for c in report.caches)
+            + ".",
+            wide=False,
+            draw=kl,
+        ),
+    )
+
+
+def flips(report: Report) -> Picture:
+    """Counts in equal parts of the text, so that a long text is no larger than a short one."""
+    width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
+    edges = np.arange(0, report.text.tokens + width, width)
+    counts = [np.histogram(c.flips, edges)[0] for c in report.caches]
+    most = max(max(int(row.max(initial=0)) for row in counts), 1)
+
+    def draw(theme: Theme) -> Any:
+        drawn = figure(WIDE, 0.8 + 0.3 * len(report.caches))
+        axes = drawn.subplots()
+        axes.grid(False)
+        for n, (cache, row) in enumerate(zip(report.caches, counts, strict=True), 1):
+            floor = len(counts) - n
+            if row.any():
+                axes.stairs(
+                    floor + 0.85 * row / most, edges, baseline=floor, fill=True, color=line_of(theme, n, cache)["color"], linewidth=0
+                )
+            axes.axhline(floor, color=theme["grid"], linewidth=0.8)
+        rows = range(len(counts) - 1, -1, -1)
+        axes.set_yticks([row + 0.35 for row in rows], [label(n, c.name) for n, c in enumerate(report.caches, 1)])
+        totals = axes.secondary_yaxis("right")
+        totals.set_yticks([row + 0.35 for row in rows], [str(len(c.flips)) for c in report.caches])
+        totals.set_ylabel("flips in all")
+        for side in (axes, totals):
+            side.tick_params(axis="y", length=0)
+            side.spines[["left" if side is axes else "right"]].set_visible(False)
+        axes.set_ylim(0, len(counts))
+        axes.set_xlim(0, edges[-1])
+        axes.set_ylabel("flipped tokens of each cache")
+        axes.set_xlabel("position in the text, tokens" + (f"; a column is {width} of them" if width > 1 else ""))
+        return drawn
+
+    return Picture(
+        name="flips",
+        title="Where the likeliest token flips",
+        reading="A row for each cache, the text from left to right; a column's height is the number of tokens there whose likeliest "
+        f"successor is not that of the model without a cache, at most {most}. "
+        "Columns that stand in every row are likely places where the model was undecided.",
+        alt="Strips of the text in which the likeliest token changed. "
+        + "; ".join(f"{c.name}: {len(c.flips)} of {report.text.scored}" for c in report.caches)
+        + ".",
+        wide=True,
+        draw=draw,
+    )
+
+
+def _exp(nats: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else math.exp(min(value, 700)) for value in nats]

@@ -1,0 +1,78 @@
+"""Llama-family models that decode through a quantized cache.
+
+from kvq_models import load_llama, prepare, prefill, decode_step, generate, score
+
+The names are imported when they are first used: `kvq --help` does not wait for JAX.
+"""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvq_models.calibration.file import Calibration, load_calibration, save_calibration
+    from kvq_models.calibration.fit import calibrate
+    from kvq_models.inference.decoding import decode_step, prefill, right_padded, score
+    from kvq_models.inference.generation import Generated, generate, generate_stream
+    from kvq_models.inference.method_parameters import prepare
+    from kvq_models.inference.sampling import Sampling
+    from kvq_models.llama.checkpoint import load_llama, save_llama
+    from kvq_models.llama.config import LlamaConfig
+    from kvq_models.llama.model import Llama, forward
+
+EMBEDDED = Path(__file__).parent / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
+
+_MODULES = {
+    "Calibration": "calibration.file",
+    "Generated": "inference.generation",
+    "Llama": "llama.model",
+    "LlamaConfig": "llama.config",
+    "Sampling": "inference.sampling",
+    "calibrate": "calibration.fit",
+    "decode_step": "inference.decoding",
+    "forward": "llama.model",
+    "generate": "inference.generation",
+    "generate_stream": "inference.generation",
+    "load_calibration": "calibration.file",
+    "load_llama": "llama.checkpoint",
+    "prefill": "inference.decoding",
+    "prepare": "inference.method_parameters",
+    "right_padded": "inference.decoding",
+    "save_calibration": "calibration.file",
+    "save_llama": "llama.checkpoint",
+    "score": "inference.decoding",
+}
+
+__all__ = [
+    "EMBEDDED",
+    "Calibration",
+    "Generated",
+    "Llama",
+    "LlamaConfig",
+    "Sampling",
+    "calibrate",
+    "decode_step",
+    "forward",
+    "generate",
+    "generate_stream",
+    "load_calibration",
+    "load_llama",
+    "prefill",
+    "prepare",
+    "right_padded",
+    "save_calibration",
+    "save_llama",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # from now on without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,129 @@
+"""The keys and values of one sample, and the gradient of its loss in them.
+
+    k_l' = k_l + dk_l,   v_l' = v_l + dv_l                        k before RoPE, the perturbations dk and dv zero
+    rows       k_l, v_l                                           of every layer, as the exact forward pass has them
+    gradients  d loss / d dk_l,  d loss / d dv_l                  loss = -sum_t log p(y_t | x_<=t)
+
+The backward pass goes layer by layer and recomputes each layer from its input, so that besides the weights and the layers' inputs only
+one layer's activations exist; equal layers are compiled once. The sum of the losses is differentiated rather than their mean because it
+keeps float16 gradients, which would be of the order of 1e-7, away from the end of that format's range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvq_jax.array_types import PositionsBT, RowsBKTH, ValidBT
+from kvq_jax.codecs.base import Side, side_rows
+from kvq_jax.rope import Rope, rotate
+from kvq_models.llama.model import HiddenBTD, Layer, Llama, causal_attention
+from kvq_models.llama.rope import rope_for
+
+LOSS_CHUNK = 256  # tokens whose logits exist at a time
+
+RowsTKH = Shaped[np.ndarray, "T K H"]
+
+
+class Recorded(NamedTuple):
+    """One array of one side of one layer, in the model's dtype: what it is and its [T, K, H] entries."""
+
+    layer: int
+    side: Side
+    what: str  # "rows" or "gradients"
+    array: RowsTKH
+
+
+class _Scene(NamedTuple):
+    """What every layer of one sample shares."""
+
+    positions: PositionsBT
+    valid: ValidBT
+    rope: Rope
+
+
+def perturbed_layer(
+    layer: Layer, hidden_BTD: HiddenBTD, dk_BKTH: RowsBKTH, dv_BKTH: RowsBKTH, scene: _Scene
+) -> tuple[HiddenBTD, tuple[RowsBKTH, RowsBKTH]]:
+    """`layer_forward` of the model with perturbations added to its keys before RoPE and to its values; also those keys and values."""
+    inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
+    k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
+    k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, scene.rope)
+    attention_BNTH = causal_attention(inputs.q_rot, k_rot_BKTH, v_BKTH + dv_BKTH, scene.valid)
+    return layer.finish(hidden_BTD, attention_BNTH), (k_BKTH, v_BKTH)
+
+
+@jax.jit
+def _forward(layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene) -> tuple[HiddenBTD, tuple[Array, Array]]:
+    hidden_BTD, rows = perturbed_layer(layer, hidden_BTD, zeros_BKTH, zeros_BKTH, scene)
+    return hidden_BTD, _by_token(rows)
+
+
+@jax.jit
+def _backward(
+    layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene, cotangent_BTD: HiddenBTD
+) -> tuple[HiddenBTD, tuple[Array, Array]]:
+    """From the gradient in a layer's output to those in its input and in its two perturbations."""
+    _, pull = jax.vjp(lambda h, dk, dv: perturbed_layer(layer, h, dk, dv, scene)[0], hidden_BTD, zeros_BKTH, zeros_BKTH)
+    cotangent_BTD, *gradients = pull(cotangent_BTD)
+    return cotangent_BTD, _by_token(tuple(gradients))
+
+
+def _by_token(pair: tuple[Array, ...]) -> Any:
+    """[1, K, T, H] to [T, K, H], both of a pair."""
+    return tuple(jnp.swapaxes(rows_BKTH[0], 0, 1) for rows_BKTH in pair)
+
+
+@jax.jit
+def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> tuple[Float[Array, ""], HiddenBTD]:
+    """The sum of the losses of a chunk of tokens, and its gradient in the last layer's output."""
+
+    def total(hidden_BTD: HiddenBTD) -> Float[Array, ""]:
+        logprobs_BTV = jax.nn.log_softmax(llama.logits(hidden_BTD), axis=-1)
+        return -jnp.sum(jnp.take_along_axis(logprobs_BTV, labels_BT[..., None], axis=-1))
+
+    return jax.value_and_grad(total)(hidden_BTD)
+
+
+def record(llama: Llama, window: Int[np.ndarray, "T+1"], write: Callable[[Recorded], None]) -> float:
+    """Runs one sample, gives every layer's rows and gradients to `write`, and returns the mean loss in nats per token.
+
+    window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are those of the sum of the T losses. ValueError
+    names the first layer and side whose rows or gradients are not finite; what was written before is then of no use.
+    """
+    tokens_BT = jnp.asarray(window[None], jnp.int32)
+    length = tokens_BT.shape[1] - 1
+    scene = _Scene(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), bool), rope_for(llama.config, length))
+    hidden_BTD = llama.embed_tokens(tokens_BT[:, :-1])
+    zeros_BKTH = jnp.zeros((1, llama.config.num_key_value_heads, length, llama.config.head_dim), hidden_BTD.dtype)
+
+    inputs = []
+    for index, layer in enumerate(llama.layers):
+        inputs.append(hidden_BTD)
+        hidden_BTD, rows = _forward(layer, hidden_BTD, zeros_BKTH, scene)
+        for recorded in _sides(index, "rows", rows):
+            write(recorded)
+
+    chunks = [slice(at, at + LOSS_CHUNK) for at in range(0, length, LOSS_CHUNK)]
+    losses, cotangents = zip(*(_loss(llama, hidden_BTD[:, chunk], tokens_BT[:, 1:][:, chunk]) for chunk in chunks), strict=True)
+    cotangent_BTD = jnp.concatenate(cotangents, axis=1)
+
+    for index, layer in reversed(list(enumerate(llama.layers))):
+        cotangent_BTD, gradients = _backward(layer, inputs.pop(), zeros_BKTH, scene, cotangent_BTD)
+        for recorded in _sides(index, "gradients", gradients):
+            write(recorded)
+    return float(sum(losses)) / length
+
+
+def _sides(layer: int, what: str, pair: tuple[Array, Array]) -> Iterator[Recorded]:
+    for side, array in zip(("k", "v"), pair, strict=True):
+        if not bool(jnp.isfinite(array).all()):
+            kind = {"k": "keys", "v": "values"}[side]
+            subject = kind if what == "rows" else f"gradients in the {kind}"
+            raise ValueError(f"layer {layer}, {side}: the {subject} of a sample are not finite in {array.dtype.name}")
+        yield Recorded(layer, side, what, np.asarray(array))

@@ -1,0 +1,225 @@
+"""A calibration in memory and on disk: one safetensors file, whose header says what it was made from and what it serves.
+
+    header   format "kvq-calibration", format_version, spec, keys (the options that each layer and side was fitted for), dims,
+             model_fingerprint, text, tokens_sha256, samples, length, seed, dtype, loss
+    tensors  layers.{i}.{k|v}.{name}, as the codecs' `parameters` declare them
+
+A file is data from outside: no tensor is read before its name, shape and dtype agree with what the asked cache needs of this model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.cache.atomic_files import replacing
+from kvq_jax.cache.cache import CacheDims, dims_of
+from kvq_jax.cache.serialization import DTYPES
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.llama.model import Llama
+
+FORMAT, VERSION = "kvq-calibration", "1"
+_TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
+
+
+class Array(NamedTuple):
+    """What an array is, without its entries."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a calibration was made from. tokens_sha256 is that of the text's token ids (int32, little-endian); loss is the mean
+    cross-entropy of the samples in nats per token."""
+
+    text: str
+    tokens_sha256: str
+    samples: int
+    length: int
+    seed: int
+    dtype: str
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Calibrated parameters of a cache's layers and sides. keys: the options that each "layers.0.k" was fitted for; tensors: the arrays,
+    by "layers.0.k.name"."""
+
+    spec: str
+    dims: CacheDims
+    model_fingerprint: str
+    keys: Mapping[str, str]
+    origin: Origin
+    tensors: Mapping[str, np.ndarray]
+
+
+def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
+    """Writes the file; it appears whole or not at all. Equal calibrations give equal bytes."""
+    header = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "spec": calibration.spec,
+        "dims": json.dumps(dataclasses.asdict(calibration.dims)),
+        "model_fingerprint": calibration.model_fingerprint,
+        "keys": json.dumps(dict(calibration.keys)),
+        **{name: str(value) for name, value in dataclasses.asdict(calibration.origin).items()},
+    }
+    with replacing(path) as temporary:
+        temporary.write_bytes(_sorted_header(save(dict(calibration.tensors), metadata=header)))
+
+
+def load_calibration(path: str | os.PathLike[str], llama: Llama, spec: CacheSpec | str) -> Calibration:
+    """Reads a calibration for `spec` and this model, after everything about it agrees.
+
+    ValueError, in one line, says that the file is none or cannot be read, or names what differs: the model, the options that it was
+    calibrated for, a layer that it lacks, a tensor that is missing, unknown, of another shape or dtype, or not finite. FileNotFoundError
+    where there is no file.
+    """
+    return read_calibration(path, parse(spec), llama.config, fingerprint(llama))
+
+
+def read_calibration(path: str | os.PathLike[str], spec: CacheSpec, config: ModelDims, model_fingerprint: str | None) -> Calibration:
+    """`load_calibration` for a model whose weights need not be there: a fingerprint of None is not compared."""
+    path, where = Path(path), repr(str(path))
+    needed = _needed(where, spec, config)
+    if not path.is_file():
+        raise FileNotFoundError(f"calibration {where} is not a file")
+    with _opened(path) as file:
+        calibration = _described(path, file.metadata() or {})
+        stored = {name: _array(file.get_slice(name)) for name in list(file.keys())}
+        tensors = {name: file.get_tensor(name) for name in check(where, calibration, stored, spec, config, model_fingerprint)}
+    calibration = dataclasses.replace(calibration, keys={name: calibration.keys[name] for name in needed}, tensors=tensors)
+    check_tensors(where, calibration, spec, config, model_fingerprint)
+    return calibration
+
+
+def check(
+    where: str,
+    calibration: Calibration,
+    stored: Mapping[str, Array],
+    spec: CacheSpec,
+    config: ModelDims,
+    model_fingerprint: str | None,
+) -> list[str]:
+    """The names of the tensors that `spec` needs, all of which are among `stored`. ValueError, in one line, names what differs."""
+    dims, needed = dims_of(config), _needed(where, spec, config)
+    if calibration.dims != dims:
+        raise ValueError(f"{where} was calibrated for another model: {_difference(calibration.dims, dims)}")
+    if model_fingerprint not in (None, calibration.model_fingerprint):
+        raise ValueError(
+            f"{where} was calibrated for another model of the same size: fingerprint {calibration.model_fingerprint[:12]}, "
+            f"and this model has {str(model_fingerprint)[:12]}"
+        )
+    for name, need in needed.items():
+        if name not in calibration.keys:
+            raise ValueError(f"{where} lacks {name}, which {str(spec)!r} needs; it was calibrated for {calibration.spec!r}")
+        if calibration.keys[name] != need.options:
+            raise ValueError(f"{where} was calibrated for other options: {name} for {calibration.keys[name]!r}, asked for {need.options!r}")
+    promised = {
+        f"{name}.{own}": Array(struct.dtype.name, struct.shape) for name, need in needed.items() for own, struct in need.parameters.items()
+    }
+    _compare(where, stored, promised, calibration.keys, needed)
+    return sorted(promised)
+
+
+def check_tensors(where: str, calibration: Calibration, spec: CacheSpec, config: ModelDims, model_fingerprint: str | None) -> None:
+    """`check` of the tensors that a calibration holds, and that those of floats are finite."""
+    stored = {name: Array(tensor.dtype.name, tensor.shape) for name, tensor in calibration.tensors.items()}
+    for name in check(where, calibration, stored, spec, config, model_fingerprint):
+        tensor = calibration.tensors[name]
+        if jnp.issubdtype(tensor.dtype, jnp.floating) and not np.isfinite(tensor.astype(np.float32)).all():
+            raise ValueError(f"{where}: tensor {name} is not finite")
+
+
+def _needed(where: str, spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
+    found = needs(spec, config)
+    if not found:
+        raise ValueError(f"{str(spec)!r} takes no calibration, but {where} was given")
+    return found
+
+
+def _compare(
+    where: str, stored: Mapping[str, Array], promised: Mapping[str, Array], keys: Mapping[str, str], needed: Mapping[str, Need]
+) -> None:
+    """Tensors of layers and sides that the cache does not need may be there, where the header knows them."""
+    for name in stored:
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[1] not in keys or (match[1] in needed and name not in promised):
+            raise ValueError(f"{where}: tensor {name} is unknown")
+    for name, array in promised.items():
+        if name not in stored:
+            raise ValueError(f"{where}: tensor {name} is missing")
+        if stored[name] != array:
+            raise ValueError(f"{where}: tensor {name} is {stored[name]}, expected {array}")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"calibration {str(path)!r} is not a whole safetensors file: {str(error).splitlines()[0]}") from error
+
+
+def _described(path: Path, header: Mapping[str, str]) -> Calibration:
+    """The header as a calibration without tensors."""
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{str(path)!r} is not a calibration: its header has format={header.get('format')!r}, not {FORMAT!r}")
+    if header.get("format_version") != VERSION:
+        raise ValueError(f"{str(path)!r} has format_version={header.get('format_version')!r}; this version of kvq reads {VERSION!r}")
+    readers = {"text": str, "tokens_sha256": str, "samples": int, "length": int, "seed": int, "dtype": str, "loss": float}
+
+    def read(field: str, reader: Any) -> Any:
+        try:
+            return reader(header[field])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
+            raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from error
+
+    return Calibration(
+        spec=read("spec", str),
+        dims=read("dims", lambda text: CacheDims(**json.loads(text))),
+        model_fingerprint=read("model_fingerprint", str),
+        keys=read("keys", lambda text: {str(name): str(options) for name, options in dict(json.loads(text)).items()}),
+        origin=Origin(**{field: read(field, reader) for field, reader in readers.items()}),
+        tensors={},
+    )
+
+
+def _array(tensor: Any) -> Array:
+    dtype = str(tensor.get_dtype())
+    return Array(DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
+
+
+def _sorted_header(file: bytes) -> bytes:
+    """A safetensors file with its header's fields in order: the library writes metadata in an order that changes from run to run."""
+    size = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + file[8 + size :]
+
+
+def _difference(stored: CacheDims, asked: CacheDims) -> str:
+    field = next(f.name for f in dataclasses.fields(CacheDims) if getattr(stored, f.name) != getattr(asked, f.name))
+    return f"{field} {getattr(stored, field)}, and this model has {getattr(asked, field)}"

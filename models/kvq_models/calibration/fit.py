@@ -1,0 +1,145 @@
+"""`calibrate`: from a model and a text to the parameters of a cache.
+
+    1. draw samples of the text                                               (samples.py)
+    2. run the model over each: rows and gradients of every layer go to disk  (activations.py, store.py)
+    3. fit one side of one layer at a time                                    (Codec.calibrate)
+
+Memory holds the weights and either one sample or the rows and gradients of one side of one layer. Both loops can be interrupted: the
+next call with the same work directory goes on where the last one ended, and gives the same bytes as one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+from numpy.typing import ArrayLike
+
+from kvq_jax.cache.cache import dims_of
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.bias_subtracting import BiasSubtracting, bias_of, inner_codec
+from kvq_jax.rope import Rope, rotate
+from kvq_models.calibration import samples as text_samples
+from kvq_models.calibration.activations import record
+from kvq_models.calibration.file import Calibration, Origin
+from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.calibration.store import Identity, Store
+from kvq_models.inference.method_parameters import check_weights, layer_weights
+from kvq_models.inference.progress import Progress
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Layer, Llama
+from kvq_models.llama.rope import rope_for
+
+
+def calibrate(
+    llama: Llama,
+    token_ids: ArrayLike,
+    spec: CacheSpec | str,
+    *,
+    samples: int = 16,
+    length: int = 2048,
+    seed: int = 0,
+    work: str | os.PathLike[str],
+    text: str = "",
+    progress: Progress | None = None,
+) -> Calibration:
+    """The parameters that `spec` needs for this model, from `samples` random windows of `length` tokens of a text.
+
+    token_ids: the text's tokens. work: a directory for what the samples record, as many bytes as `Store` says; it may be used again for
+    other specs, which then only fits them, and belongs to one model, text, seed, sample count, length and dtype. text: the text's name, for
+    the file. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of each sample are left out of the fit: a cache
+    keeps them exact. The same arguments give the same bytes on the same machine.
+
+    ValueError, in one line, where the spec needs no calibration or does not fit the model, the text is too short, the work directory is
+    another run's, or rows that are not finite (or that the method refuses) name their layer and side. OSError where the disk lacks space.
+    """
+    spec, progress = parse(spec), progress or (lambda items, _: items)
+    check_request(spec, llama.config, token_ids, samples, length)
+    dtype = llama.embed[...].dtype.name
+    identity = Identity(fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype)
+    store = Store(Path(work), identity, dims_of(llama.config))
+    windows = text_samples.draw(token_ids, samples, length, seed)
+    for index in progress(range(len(store.losses), samples), "running samples"):
+        with store.sample() as writer:
+            writer.loss = record(llama, windows[index], writer)
+    needed = needs(spec, llama.config)
+    rope = rope_for(llama.config, length)
+    tensors: dict[str, np.ndarray] = {}
+    for name in progress(list(needed), "fitting"):
+        need = needed[name]
+        bias = subtracted_bias(need.codec, llama.layers[need.layer])
+        tensors |= {f"{name}.{own}": array for own, array in _fitted(store, need, spec.sink, rope, bias).items()}
+    origin = Origin(text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses)))
+    keys = {name: need.options for name, need in needed.items()}
+    return Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)
+
+
+def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: ArrayLike, samples: int, length: int) -> None:
+    """ValueError, in one line, for everything about a request that can be found wrong without the weights."""
+    if not needs(spec, config):
+        raise ValueError(f"{str(spec)!r} needs no calibration: it can be used as it is")
+    check_weights(spec, config)
+    text_samples.check(token_ids, samples, length, config)
+    if length <= spec.sink:
+        raise ValueError(f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the first {spec.sink} exact")
+
+
+def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
+    """What is subtracted from keys before they are cached, fp32; None where nothing is."""
+    if not isinstance(codec, BiasSubtracting):
+        return None
+    return bias_of(codec.from_weights(layer_weights(layer)), layer.config.head_dim)
+
+
+def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None) -> dict[str, np.ndarray]:
+    """The parameters of one side of one layer: those that an earlier call kept, or new ones."""
+    options = f"{need.options} without the first {sink} tokens"
+    kept = store.fitted(need.layer, need.side, options)
+    if kept is not None and _agree(kept, need):
+        return kept
+    try:
+        parameters = need.codec.calibrate(*_rows(store, need, sink, rope, bias))
+    except ValueError as error:
+        raise ValueError(f"layer {need.layer}, {need.side}: {error}") from error
+    assert _agree(parameters, need), f"{type(need.codec).__name__}.calibrate does not keep what its parameters() declares"
+    store.keep(need.layer, need.side, options, parameters)
+    return parameters
+
+
+def _agree(parameters: dict[str, np.ndarray], need: Need) -> bool:
+    declared = {name: (struct.shape, struct.dtype) for name, struct in need.parameters.items()}
+    return {name: (array.shape, array.dtype) for name, array in parameters.items()} == declared
+
+
+def _rows(
+    store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
+) -> tuple[Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]]:
+    """What the codec caches of all samples, without their first tokens, and the gradient of the mean loss with respect to it; fp32.
+
+    Recorded were keys before RoPE, with their bias. Keys after it are k_rot = a R k, with the rotation R and the attention factor a, so the
+    gradient with respect to them is R g / a; a bias changes no gradient.
+    """
+    recorded = store.read(need.layer, need.side)
+    samples, length, heads, head_dim = recorded[0].shape
+    rows, gradients = (np.empty((samples, length - sink, heads, head_dim), np.float32) for _ in recorded)
+    rotates = need.side == "k" and not getattr(inner_codec(need.codec), "pre_rope", False)
+    for index in range(samples):
+        row, gradient = (jnp.asarray(array[index]) for array in recorded)
+        gradient = gradient.astype(jnp.float32) / length
+        if bias is not None:
+            row = row.astype(jnp.float32) - bias[None]
+        if rotates:
+            row, gradient = _rotated(row, rope), _rotated(gradient, rope) / jnp.square(rope.attention_factor)
+        rows[index], gradients[index] = row[sink:].astype(jnp.float32), gradient[sink:]
+    return rows.reshape(-1, heads, head_dim), gradients.reshape(-1, heads, head_dim)
+
+
+@jax.jit
+def _rotated(rows_TKH: Shaped[Array, "T K H"], rope: Rope) -> Shaped[Array, "T K H"]:
+    positions_BT = jnp.arange(rows_TKH.shape[0], dtype=jnp.int32)[None]
+    return jnp.swapaxes(rotate(jnp.swapaxes(rows_TKH, 0, 1)[None], positions_BT, rope)[0], 0, 1)

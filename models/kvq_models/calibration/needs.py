@@ -1,0 +1,70 @@
+"""Which sides of which layers of a cache need calibrated parameters, and which model they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvq_jax.array_types import ModelDims
+from kvq_jax.cache.cache import dims_of, plans
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.methods.base import Method
+from kvq_models.llama import hf_names
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama, abstract_llama
+
+
+class Need(NamedTuple):
+    """One side of one layer that needs parameters. `options` is the text of all that they depend on: parameters made for the same text
+    serve it."""
+
+    layer: int
+    side: Side
+    codec: Codec
+    options: str
+    parameters: dict[str, jax.ShapeDtypeStruct]
+
+
+def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
+    """What `spec` needs for this model, as {"layers.0.k": Need, ...}; empty for methods without parameters.
+
+    ValueError where the spec does not fit the model.
+    """
+    found = {}
+    dims = dims_of(config)
+    for layer, plan in enumerate(plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")):
+        sides: tuple[tuple[Side, Method, Codec], ...] = (("k", spec.k, plan.k), ("v", spec.v, plan.v))
+        for side, method, codec in sides:
+            parameters = codec.parameters(dims.num_key_value_heads)
+            if parameters:
+                found[f"layers.{layer}.{side}"] = Need(layer, side, codec, f"{method.name}:{codec.calibration_key()}", parameters)
+    return found
+
+
+def fingerprint(llama: Llama) -> str:
+    """What tells models of one size apart, whatever dtype they were loaded in: sha256, as 64 hex digits, of the RoPE settings and of the
+    bfloat16 values of every norm, the first layer's key projection and the last layer's value projection."""
+    weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
+
+    def read(name: str) -> np.ndarray:
+        return np.asarray(weights[name].leaf.T if weights[name].transpose else weights[name].leaf)
+
+    return fingerprint_of(llama.config, read)
+
+
+def fingerprint_of(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> str:
+    """`fingerprint` of the model whose tensors `read` gives by their Hugging Face names, in Hugging Face's orientation."""
+    digest = hashlib.sha256(repr(dataclasses.astuple(config.rope)).encode())
+    last = config.num_hidden_layers - 1
+    projections = ("model.layers.0.self_attn.k_proj.weight", f"model.layers.{last}.self_attn.v_proj.weight")
+    for name in (weight.name for weight in hf_names.weights(abstract_llama(config)).values()):
+        if "norm" in name or name in projections:
+            digest.update(np.ascontiguousarray(read(name).astype(jnp.dtype("bfloat16"))).view(np.uint8).data)
+    return digest.hexdigest()

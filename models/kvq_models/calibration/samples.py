@@ -1,0 +1,39 @@
+"""The samples of a calibration: windows of a text's tokens, drawn at random."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import ArrayLike
+
+from kvq_models.llama.config import LlamaConfig
+
+
+def draw(token_ids: ArrayLike, samples: int, length: int, seed: int) -> Int[np.ndarray, "samples length+1"]:
+    """`samples` windows of length + 1 tokens that start anywhere in the text: `length` inputs, each with the token to predict after it.
+
+    The same seed draws the same windows; they may overlap. ValueError where the text has no window of that length.
+    """
+    tokens = np.asarray(token_ids)
+    starts = np.random.default_rng(seed).integers(0, tokens.size - length, samples)
+    return tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def check(token_ids: ArrayLike, samples: int, length: int, config: LlamaConfig) -> None:
+    """ValueError, in one line, where no samples can be drawn from these tokens for this model."""
+    tokens = np.asarray(token_ids)
+    if samples < 1 or length < 1:
+        raise ValueError(f"a calibration needs at least one sample of one token: {samples=}, {length=}")
+    if tokens.ndim != 1 or tokens.size < length + 1:
+        raise ValueError(f"samples of {length} tokens need a text of at least {length + 1} tokens, and this one has {tokens.size}")
+    outside = (tokens < 0) | (tokens >= config.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ValueError(f"token id {tokens[at]} at position {at} is outside the vocabulary of {config.vocab_size}")
+
+
+def sha256(token_ids: ArrayLike) -> str:
+    """sha256 of a text's token ids as little-endian int32: what tells texts apart, whatever their files are called."""
+    return hashlib.sha256(np.asarray(token_ids).astype("<i4").tobytes()).hexdigest()

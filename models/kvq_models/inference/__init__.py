@@ -1,0 +1,1 @@
+"""Prefill, decode steps and generation through a cache."""

@@ -1,0 +1,224 @@
+"""Running a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`), log-probabilities out (`score`).
+
+All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
+go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
+
+A cache may have another dtype than the model: exact rows (all rows of `dense`) are rounded to the cache's, which `init_cache` and
+`load_llama` both set to bfloat16 unless told otherwise. Give both the same for what the exact model computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.attention import dispatch
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache, dims_of
+from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_models.llama.rope import rope_for
+
+FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
+SCORE_CHUNK = 32  # tokens that `score` decodes in one step
+
+
+def prefill(
+    llama: Llama,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    logits: Literal["last", "all"] = "last",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "..."], Cache]:
+    """Adds prompts to a cache. Returns (logits, cache): fp32 [B, V] after the last token of each row, or [B, T, V] for "all".
+
+    tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that
+    the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given
+    cache's buffers are consumed.
+
+    One layer's keys and values for the whole prompt exist at a time. implementation: what quantizes them, see `decode_step`. Raises
+    ValueError where tokens do not fit the vocabulary or the capacity, or the model was prepared for another cache.
+    """
+    tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
+    if logits not in ("last", "all"):
+        raise ValueError(f'{logits=} must be "last" or "all"')
+    return prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache")
+def prefill_program(
+    llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool, implementation: Implementation = None
+) -> tuple[Array, Cache]:
+    """The compiled part of `prefill`, for callers that compile ahead of time."""
+    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(prefill_layer, implementation=implementation))
+    if all_logits:
+        return llama.logits(hidden), cache
+    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+    logits = llama.logits(last)[:, 0]
+    return jnp.where(lengths[:, None] > 0, logits, jnp.nan), cache
+
+
+def decode_step(
+    llama: Llama,
+    cache: Cache,
+    token: Int[Array, "B"] | Int[Array, "B T"],
+    active: Bool[Array, "B"] | None = None,
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "..."], Cache]:
+    """Adds generated tokens. token [B] gives logits [B, V]; token [B, T] gives [B, T, V], equal to those of T single steps.
+
+    Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
+    implementation (static): what reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one
+    that cannot run raises ValueError with the reason, and so does a cache of another model.
+    """
+    check_dims(llama, cache)
+    tokens = token if token.ndim == 2 else token[:, None]
+    valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None] < cache.capacity
+    if active is not None:
+        valid &= active[:, None]
+    hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(decode_layer, implementation=implementation))
+    logits = jnp.where(valid[..., None], llama.logits(hidden), jnp.nan)
+    return (logits if token.ndim == 2 else logits[:, 0]), cache
+
+
+def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
+    """What reads each layer in a decode step of one token: "xla" or "pallas". ValueError where a named implementation cannot run."""
+    heads = cache.dims.num_attention_heads
+    chosen = (dispatch.choose(implementation, plan, heads, 1) for plan in cache.plans)
+    return tuple("xla" if how is None else "pallas" for how in chosen)
+
+
+def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Float[Array, "B T"], Cache]:
+    """(log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a time
+    would give it.
+
+    The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V] logits are never materialized. Same
+    arguments, errors and consumption of the cache as `prefill`.
+    """
+    tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
+    return score_program(llama, cache, tokens, lengths)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
+    """The compiled part of `score`."""
+    batch, length = tokens.shape
+    chunk = min(SCORE_CHUNK, length)
+    steps = -(-length // chunk)
+    padded = jnp.pad(tokens, ((0, 0), (0, steps * chunk + 1 - length)))
+
+    def step(cache: Cache, i: Array) -> tuple[Cache, Array]:
+        at = i * chunk
+        now, following = (lax.dynamic_slice_in_dim(padded, at + shift, chunk, axis=1) for shift in (0, 1))
+        index = at + jnp.arange(chunk)[None]
+        hidden, cache = _advance(llama, cache, now, index < lengths[:, None], decode_layer)
+        logprobs = jax.nn.log_softmax(llama.logits(hidden), axis=-1)
+        found = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
+        return cache, jnp.where(index + 1 < lengths[:, None], found, 0)
+
+    cache, chunks = lax.scan(step, cache, jnp.arange(steps))
+    following = jnp.moveaxis(chunks, 0, 1).reshape(batch, steps * chunk)
+    return jnp.pad(following, ((0, 0), (1, 0)))[:, :length], cache
+
+
+def _advance(
+    llama: Llama, cache: Cache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], layer_step: Callable
+) -> tuple[HiddenBTD, Cache]:
+    """Runs all layers over new tokens. `layer_step` is `prefill_layer` or `decode_layer`."""
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    rope = rope_for(llama.config, cache.capacity)
+    hidden = llama.embed_tokens(tokens)
+    parameters = parameters_for(llama, cache.spec)
+    states, carry = [], ()
+    step = jax.jit(layer_step, static_argnums=0)  # equal layers are traced and lowered once
+    for layer, plan, own, state in zip(llama.layers, cache.plans, parameters, cache.layers, strict=True):
+        inputs = layer.attention_inputs(hidden, positions, valid, rope)
+        attention, state, carry = step(plan, own, state, inputs, carry)
+        hidden = _by_chunks(layer.finish, hidden, attention)
+        states.append(state)
+    lengths = cache.lengths + jnp.sum(valid, axis=1, dtype=jnp.int32)
+    return hidden, Cache(tuple(states), lengths, cache.spec, cache.dims, cache.capacity, cache.dtype)
+
+
+def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N T H"]) -> HiddenBTD:
+    """layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
+    length = hidden.shape[1]
+    chunks = -(-length // FINISH_CHUNK)
+    if chunks == 1:
+        return finish(hidden, attention)
+    padding = chunks * FINISH_CHUNK - length
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+    def one(i: Array) -> HiddenBTD:
+        at = i * FINISH_CHUNK
+        return finish(lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1), lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2))
+
+    done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
+    return done.reshape(hidden.shape)[:, :length]
+
+
+def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
+    """tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
+    capacity, or the model carries parameters for another cache.
+
+    `new_tokens` are those that will be generated after them. Traced values cannot be looked at: inside a caller's jit only shapes are
+    checked.
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
+        raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
+    check_dims(llama, cache)
+    parameters_for(llama, cache.spec)
+    lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    if lengths.shape != (cache.batch,):
+        raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
+    if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
+        return tokens, lengths
+    ids, new, held = (np.asarray(a) for a in (tokens, lengths, cache.lengths))
+    if new.min() < 0 or new.max() > ids.shape[1]:
+        raise ValueError(f"lengths must be between 0 and {ids.shape[1]}, got {new.tolist()}")
+    real = np.arange(ids.shape[1]) < new[:, None]
+    outside = real & ((ids < 0) | (ids >= llama.config.vocab_size))
+    if outside.any():
+        row, at = (int(i) for i in np.argwhere(outside)[0])
+        raise ValueError(f"token id {ids[row, at]} at row {row}, position {at} is outside the vocabulary of {llama.config.vocab_size}")
+    need = held + new + new_tokens
+    if need.max() > cache.capacity:
+        row = int(need.argmax())
+        parts = f"{held[row]} cached + {new[row]} prompt" + (f" + {new_tokens} new" if new_tokens else "")
+        raise ValueError(f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is {cache.capacity}")
+    return tokens, lengths
+
+
+def check_dims(llama: Llama, cache: Cache) -> None:
+    """ValueError, in one line, where the cache has the shape of another model's. Looks at static values only."""
+    own, given = dims_of(llama.config), cache.dims
+    names = [field.name for field in dataclasses.fields(own)]
+    different = [f"{n}={getattr(given, n)} and not {getattr(own, n)}" for n in names if getattr(given, n) != getattr(own, n)]
+    if different:
+        raise ValueError(f"the cache is one of another model: it has {', '.join(different)}")
+
+
+def right_padded(sequences: list[list[int]], pad: int = 0) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    """(tokens, lengths) of token lists of different lengths, padded on the right as every function here expects."""
+    lengths = np.array([len(s) for s in sequences], np.int32)
+    tokens = np.full((len(sequences), max(int(lengths.max(initial=0)), 1)), pad, np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return tokens, lengths

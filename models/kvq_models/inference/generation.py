@@ -1,0 +1,164 @@
+"""Generating text: a prompt, then a compiled loop of sample and `decode_step`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill
+from kvq_models.inference.sampling import Sampling, sample
+from kvq_models.llama.model import Llama
+
+STREAM_STEPS = 8  # tokens between two looks at a stream
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """tokens [B, max_new_tokens] int32, of which the first lengths [B] count (the end-of-sequence token included; 0 after it); logprobs
+    like tokens, fp32, under the model's unfiltered softmax. cache holds the prompt and every token that counts, ready for the next turn.
+    """
+
+    tokens: Int[Array, "B new"]
+    lengths: Int[Array, "B"]
+    cache: Cache
+    logprobs: Float[Array, "B new"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The loop's state: next logits, what was generated so far, which rows have ended."""
+
+    cache: Cache
+    logits: Float[Array, "B V"]
+    tokens: Int[Array, "B new"]
+    logprobs: Float[Array, "B new"]
+    lengths: Int[Array, "B"]
+    ended: Bool[Array, "B"]
+    step: Int[Array, ""]
+
+
+def generate(
+    llama: Llama,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+    eos_ids: tuple[int, ...] = (),
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> Generated:
+    """Continues prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
+    one of `eos_ids`.
+
+    Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and
+    new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run (see
+    `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
+    """
+    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+    progress = advance(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
+    return Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
+
+
+def generate_stream(
+    llama: Llama,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+    eos_ids: tuple[int, ...] = (),
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> Iterator[Generated]:
+    """`generate` in segments of a few tokens: yields all tokens so far after each. The tokens are those of `generate`.
+
+    Each yielded value's cache is consumed by the next segment; keep only the last one.
+    """
+    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+    until = 0
+    while until < max_new_tokens and not bool(jnp.all(progress.ended)):
+        until = min(until + STREAM_STEPS, max_new_tokens)
+        progress = advance(llama, progress, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
+        yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
+
+
+def _key(key: Array | None) -> Array:
+    return jax.random.key(0) if key is None else key
+
+
+def start(
+    llama: Llama,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    max_new_tokens: int,
+    sampling: Sampling,
+    implementation: Implementation = None,
+) -> Progress:
+    """Checks a request, adds its prompts to the cache, and sets out. Errors as `generate`."""
+    sampling.check()
+    if max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    implementations(cache, implementation)
+    tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
+    if not isinstance(lengths, Tracer) and int(lengths.min()) < 1:
+        raise ValueError(f"row {int(lengths.argmin())} has an empty prompt; give at least one token")
+    logits, cache = prefill(llama, cache, tokens, lengths, implementation=implementation)
+    batch = cache.batch
+    return Progress(
+        cache,
+        logits,
+        jnp.zeros((batch, max_new_tokens), jnp.int32),
+        jnp.zeros((batch, max_new_tokens), jnp.float32),
+        jnp.zeros((batch,), jnp.int32),
+        jnp.zeros((batch,), bool),
+        jnp.int32(0),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="progress")
+def advance(
+    llama: Llama,
+    progress: Progress,
+    key: Array,
+    until: Int[Array, ""],
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    implementation: Implementation = None,
+) -> Progress:
+    """Generates until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
+
+    def go_on(p: Progress) -> Array:
+        return (p.step < until) & ~jnp.all(p.ended)
+
+    def one(p: Progress) -> Progress:
+        active = ~p.ended
+        token, logprob = sample(p.logits, sampling, key, p.step)
+        token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
+        logits, cache = decode_step(llama, p.cache, token, active, implementation=implementation)
+        return Progress(
+            cache,
+            logits,
+            lax.dynamic_update_slice_in_dim(p.tokens, token[:, None], p.step, axis=1),
+            lax.dynamic_update_slice_in_dim(p.logprobs, logprob[:, None], p.step, axis=1),
+            p.lengths + active.astype(jnp.int32),
+            p.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32)),
+            p.step + 1,
+        )
+
+    return lax.while_loop(go_on, one, progress)

@@ -1,0 +1,32 @@
+"""What a cache needs beside its own bytes, counted from its layout: nothing is allocated."""
+
+from __future__ import annotations
+
+import jax
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import Cache
+from kvq_jax.layer.plan import LayerPlan
+from kvq_models.inference.method_parameters import layer_weights
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import abstract_llama
+
+CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted, whatever the model's
+
+
+def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
+    """Of each layer's parameters: what is made from its weights (not those that are used as they are), and what a calibration holds."""
+    weights = layer_weights(abstract_llama(config, dtype).layers[0])
+    given = {id(leaf) for leaf in jax.tree.leaves(weights)}
+
+    def of(plan: LayerPlan) -> int:
+        made = {id(leaf): leaf for leaf in jax.tree.leaves(plan.from_weights(weights)) if id(leaf) not in given}
+        return kvq.nbytes([made, *(codec.parameters(plan.heads) for codec in plan.codecs)])
+
+    return [of(plan) for plan in cache.plans]
+
+
+def working_bytes(cache: Cache) -> int:
+    """Of the accumulator that flows through the layers of a step; one exists, whatever the number of layers."""
+    accumulators = [p.cross_layer.accumulator(cache.batch, p.regions.body_capacity) for p in cache.plans if p.cross_layer]
+    return max((kvq.nbytes(leaf.struct) for leaf in accumulators), default=0)

@@ -1,0 +1,160 @@
+"""Method parameters: what a cache method needs beside the codes, calibrated on a text or made from the weights, carried by the model.
+
+With them goes what they were made for, as static text: `parameters_for` hands them to no cache that needs others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvq_jax.array_types import LayerWeights, Tree
+from kvq_jax.cache.cache import CacheDims, dims_of, plans
+from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.bias_subtracting import check_bias
+from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.methods.base import Method
+from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
+from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Layer, Llama, abstract_llama
+
+Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
+Progress = Callable[[Sequence[int], str], Iterable[int]]  # shows how far a loop over layers is
+Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
+
+
+class CacheParameters(tuple[tuple[Tree, Tree], ...]):
+    """(k, v) of every layer: a tree of arrays, or () for a side that needs none. A pytree node whose `made_for` is static."""
+
+    made_for: Purpose | None
+
+    def __new__(cls, layers: Iterable[tuple[Tree, Tree]], made_for: Purpose | None = None) -> CacheParameters:
+        made = super().__new__(cls, layers)
+        made.made_for = made_for
+        return made
+
+
+jax.tree_util.register_pytree_with_keys(
+    CacheParameters,
+    lambda node: ([(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(node)], node.made_for),
+    lambda made_for, layers: CacheParameters(layers, made_for),
+)
+
+
+def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = None, progress: Progress | None = None) -> Llama:
+    """The model with what `spec` needs in its `cache_parameters`; the identity for methods without parameters.
+
+    The weights are shared with the given model. `progress` wraps the loop over layers whose weights are factored (seconds a layer for large
+    models), as tqdm would. ValueError, in one line, where the spec does not fit the model (or subtracts a bias that its keys do not have),
+    needs a calibration that is not given (the line says how to make one), or takes none, and where the calibration is not one for this
+    model and spec (`kvq_models.calibration.file.load_calibration`). FileNotFoundError where its file is missing.
+    """
+    spec = parse(spec)
+    checked = check_calibration(spec, llama.config, calibration, None if calibration is None else fingerprint(llama))
+    parameters = _parameters(llama, spec, checked, progress)
+    if not parameters and not jax.tree.leaves(llama.cache_parameters):
+        return llama
+    prepared = jax.tree.map(lambda leaf: leaf, llama)
+    prepared.cache_parameters = nnx.data(parameters)
+    return prepared
+
+
+def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
+    """What the model carries for each layer of a cache of `spec`: a pair (k, v), or () where it carries nothing at all.
+
+    ValueError names the first side whose parameters were made for other options than the cache needs. Parameters that nobody asks for are
+    no error, nor are those that were put into the model by hand, of which nothing is known.
+    """
+    carried = llama.cache_parameters
+    made_for = getattr(carried, "made_for", None)
+    if made_for is not None:
+        for layer, (made, needed) in enumerate(zip(made_for, _purpose(spec, dims_of(llama.config)), strict=True)):
+            for side, own, asked in zip(("keys", "values"), made, needed, strict=True):
+                if asked not in ("", own):
+                    raise ValueError(
+                        f"the model's parameters for {side} of layer {layer} were made for {own or 'no method'!r}, and the cache "
+                        f"{str(spec)!r} needs those for {asked!r}: prepare(llama, {str(spec)!r}) makes them"
+                    )
+    return carried or ((),) * len(llama.layers)
+
+
+def layer_weights(layer: Layer) -> LayerWeights:
+    """What of a layer's weights cache methods may build on: the model's own arrays, or ShapeDtypeStructs of an abstract one."""
+    k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
+    return LayerWeights(
+        k_kernel=k.kernel.get_value(),
+        v_kernel=v.kernel.get_value(),
+        k_bias=None if k.bias is None else k.bias.get_value(),
+        v_bias=None if v.bias is None else v.bias.get_value(),
+        k_norm=None if norm is None else norm.scale.get_value(),
+        input_norm=layer.input_norm.scale.get_value(),
+        norm_eps=jnp.asarray(layer.input_norm.eps, jnp.float32),
+    )
+
+
+def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
+    """ValueError, in one line, where the spec needs weights that a model of this config does not have."""
+    if spec.subtract_bias:
+        check_bias(layer_weights(abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]))
+
+
+def check_calibration(
+    spec: CacheSpec, config: LlamaConfig, calibration: Given | None, model_fingerprint: str | None = None
+) -> Calibration | None:
+    """The calibration that `spec` is to be used with, checked; None where it needs none. Raises as `prepare`.
+
+    Without `model_fingerprint`, everything is compared but the weights.
+    """
+    if calibration is None:
+        if needs(spec, config):
+            raise ValueError(f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}")
+        return None
+    if not isinstance(calibration, Calibration):
+        return read_calibration(calibration, spec, config, model_fingerprint)
+    check_tensors("a calibration in memory", calibration, spec, config, model_fingerprint)
+    return calibration
+
+
+def how_to_calibrate(spec: CacheSpec) -> str:
+    return f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then give --calibration F.safetensors"
+
+
+def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None) -> CacheParameters | tuple[()]:
+    """The parameters of every layer; () where no side of any layer needs any."""
+    sides: dict[tuple[int, str], Any] = {}
+    if calibration is not None:
+        for name, need in needs(spec, llama.config).items():
+            sides[need.layer, need.side] = {own: jnp.asarray(calibration.tensors[f"{name}.{own}"]) for own in need.parameters}
+    dims = dims_of(llama.config)
+    weighted = [i for i, plan in enumerate(_plans(spec, dims)) if plan.k.takes_weights or plan.v.takes_weights]
+    for layer in progress(weighted, "preparing layers") if progress else weighted:
+        pair = _plans(spec, dims)[layer].from_weights(layer_weights(llama.layers[layer]))
+        sides |= {(layer, side): sides.get((layer, side), {}) | own for side, own in zip(("k", "v"), pair, strict=True) if own}
+    if not sides:
+        return ()
+    layers = ((sides.get((layer, "k"), ()), sides.get((layer, "v"), ())) for layer in range(llama.config.num_hidden_layers))
+    return CacheParameters(layers, _purpose(spec, dims))
+
+
+@functools.cache
+def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
+    """What the parameters of a cache of `spec` have to be made for."""
+
+    def side(method: Method, codec: Codec) -> str:
+        options = codec.calibration_key() if codec.parameters(dims.num_key_value_heads) else codec.weights_key()
+        return f"{method.name}:{options}" if options else ""
+
+    return tuple((side(spec.k, plan.k), side(spec.v, plan.v)) for plan in _plans(spec, dims))
+
+
+def _plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
+    return plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")

@@ -1,0 +1,1 @@
+"""The Llama family in Flax NNX: configs, checkpoints, the forward pass."""

@@ -1,0 +1,372 @@
+"""The model's configuration: Hugging Face's names, one frozen value, both spellings of config.json.
+
+`LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and refuses by field name what this model would
+compute wrongly. `LlamaConfig.to_hf` writes one that old and new versions of transformers read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+ROPE_TYPES = tuple(_ROPE_FIELDS)
+
+
+_LIMIT = 2.0**128  # of float32
+
+
+class _Family(NamedTuple):
+    """What a model_type implies and config.json does not say."""
+
+    architecture: str
+    qkv_bias: bool | None  # None: config.json's attention_bias decides
+    o_bias: bool | None
+    mlp_bias: bool | None  # None: config.json's mlp_bias decides
+    qk_norm: bool
+    head_dim: int | None  # where config.json has none; None: hidden_size // num_attention_heads
+    sliding_window: int | None  # where config.json has none
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", None, None, None, qk_norm=False, head_dim=None, sliding_window=None),
+    "mistral": _Family("MistralForCausalLM", False, False, False, qk_norm=False, head_dim=None, sliding_window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", True, False, False, qk_norm=False, head_dim=None, sliding_window=4096),
+    "qwen3": _Family("Qwen3ForCausalLM", None, None, False, qk_norm=True, head_dim=128, sliding_window=4096),
+}
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < _LIMIT:
+        raise ValueError(f"config field {name}={value} must be above 0 and finite in float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """How the rotary frequencies are made (models/kvq_models/llama/rope.py). Fields that `rope_type` does not use stay at their defaults.
+
+    Raises NotImplementedError for another rope_type; ValueError for a value that gives no rotation.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise NotImplementedError(f"config field rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if not 1 < self.theta < _LIMIT:
+            raise ValueError(f"config field rope_theta={self.theta} must be above 1 and finite in float32")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name):  # 0 stands for none
+                _check_positive(name, getattr(self, name))
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(f"config field original_max_position_embeddings={self.original_max_position_embeddings} must be positive")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"config field low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and switches of one model. Static and hashable: safe as metadata of a jitted function's arguments.
+
+    Raises NotImplementedError for another model_type; ValueError for values that cannot be: not positive, not finite, or head counts that
+    do not divide.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    model_type: str = "llama"
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope: RopeConfig = RopeConfig()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_type not in _FAMILIES:
+            raise NotImplementedError(f"config field model_type={self.model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
+        for name in _SIZES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"config field {name}={value!r} must be a positive integer")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"config field num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config field head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+        if self.rope.rope_type == "dynamic" and self.head_dim == 2:
+            raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
+        _check_positive("rms_norm_eps", self.rms_norm_eps)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
+        """Reads the contents of a config.json.
+
+        Raises ValueError for a missing or malformed field; NotImplementedError for a model_type, architecture, RoPE type, activation,
+        quantization or active sliding window that this model does not compute.
+        """
+        family = _family(hf)
+        _refuse_unsupported(hf, family)
+        heads = _required(hf, "num_attention_heads", int)
+        hidden = _required(hf, "hidden_size", int)
+        attention_bias = _optional(hf, "attention_bias", bool, False)
+        return cls(
+            model_type=hf["model_type"],
+            vocab_size=_required(hf, "vocab_size", int),
+            hidden_size=hidden,
+            intermediate_size=_required(hf, "intermediate_size", int),
+            num_hidden_layers=_required(hf, "num_hidden_layers", int),
+            num_attention_heads=heads,
+            num_key_value_heads=_key_value_heads(hf, heads),
+            head_dim=_head_dim(hf, family, hidden, heads),
+            max_position_embeddings=_required(hf, "max_position_embeddings", int),
+            rms_norm_eps=_required(hf, "rms_norm_eps", float),
+            tie_word_embeddings=_optional(hf, "tie_word_embeddings", bool, False),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=_optional(hf, "mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+            qk_norm=family.qk_norm,
+            rope=_rope_from_hf(hf),
+            bos_token_id=_optional(hf, "bos_token_id", int, None),
+            eos_token_ids=token_ids(hf, "eos_token_id"),
+            pad_token_id=_optional(hf, "pad_token_id", int, None),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The contents of a config.json; from_hf(to_hf()) gives this value back.
+
+        RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which old and new readers understand.
+        Raises ValueError where the family cannot say what this config holds (a Mistral with biases, a Llama with QK-norm).
+        """
+        hf = {
+            "architectures": [_FAMILIES[self.model_type].architecture],
+            "model_type": self.model_type,
+            **{name: getattr(self, name) for name in _SIZES},
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_bias": self.qkv_bias,
+            "mlp_bias": self.mlp_bias,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": _rope_to_hf(self.rope),
+            "sliding_window": None,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": _one_or_many(self.eos_token_ids),
+            "pad_token_id": self.pad_token_id,
+        }
+        read_back = LlamaConfig.from_hf(hf)
+        names = [field.name for field in dataclasses.fields(self)]
+        lost = [f"{name}={getattr(self, name)}" for name in names if getattr(read_back, name) != getattr(self, name)]
+        if lost:
+            raise ValueError(f"a config.json of model_type={self.model_type!r} cannot express {', '.join(lost)}")
+        return hf
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+# --- reading fields -------------------------------------------------------------------------------------------------------------------
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    """The value as `kind`; JSON writes whole floats as integers, so those widen, and nothing else converts."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"config field {name} is an integer of {value.bit_length()} bits, which no float holds") from None
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"config field {name}={value!r} must be of type {kind.__name__}")
+    return value
+
+
+def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    if fields.get(name) is None:
+        raise ValueError(f"config field {name} is missing")
+    return _typed(name, fields[name], kind)
+
+
+def _optional(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Absent and null both mean the default, as in transformers."""
+    value = fields.get(name)
+    return default if value is None else _typed(name, value, kind)
+
+
+def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A token id field, which may hold null, one id or a list of ids."""
+    value = fields.get(name)
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(_typed(name, one, int) for one in values)
+
+
+def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
+    return list(ids) if len(ids) > 1 else ids[0] if ids else None
+
+
+def _family(hf: Mapping[str, Any]) -> _Family:
+    model_type = _required(hf, "model_type", str)
+    if model_type not in _FAMILIES:
+        raise NotImplementedError(f"config field model_type={model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
+    family = _FAMILIES[model_type]
+    architectures = hf.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise NotImplementedError(f"config field {architectures=} is not supported for {model_type=}; supported: {family.architecture}")
+    return family
+
+
+def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
+    """Llama configs from before grouped queries have no such field; the other families always do."""
+    if hf["model_type"] == "llama":
+        return _optional(hf, "num_key_value_heads", int, heads)
+    return _required(hf, "num_key_value_heads", int)
+
+
+def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -> int:
+    explicit = _optional(hf, "head_dim", int, family.head_dim)
+    if explicit is not None:
+        return explicit
+    if heads < 1 or hidden % heads:
+        raise ValueError(f"config field num_attention_heads={heads} must divide hidden_size={hidden} where head_dim is not given")
+    return hidden // heads
+
+
+# --- refusing what would be computed wrongly --------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(hf: Mapping[str, Any], family: _Family) -> None:
+    if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
+        raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
+    if hf.get("quantization_config") is not None:
+        raise NotImplementedError("config field quantization_config is present: only unquantized checkpoints are supported")
+    if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise NotImplementedError(f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel rotates)")
+    _refuse_sliding_window(hf, family)
+
+
+def _refuse_sliding_window(hf: Mapping[str, Any], family: _Family) -> None:
+    """A window that no layer uses, or that is as long as the model's context, changes nothing and passes."""
+    layer_types = _optional(hf, "layer_types", list, None)
+    unknown = sorted({str(kind) for kind in layer_types or ()} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise NotImplementedError(f"config field layer_types contains {', '.join(unknown)}; supported: full_attention")
+    window = _optional(hf, "sliding_window", int, None) if "sliding_window" in hf else family.sliding_window
+    windowed = "sliding_attention" in (layer_types or ())
+    if hf["model_type"] == "mistral":
+        windowed = windowed or window is not None
+    elif layer_types is None and _optional(hf, "use_sliding_window", bool, False):
+        windowed = _optional(hf, "max_window_layers", int, 28) < _required(hf, "num_hidden_layers", int)
+    if windowed and (window is None or window < _required(hf, "max_position_embeddings", int)):
+        raise NotImplementedError(
+            f"config field sliding_window={window} is active (max_position_embeddings={hf['max_position_embeddings']}); "
+            "supported: full attention in every layer"
+        )
+
+
+# --- RoPE, in both spellings --------------------------------------------------------------------------------------------------------------
+
+
+def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
+    """Either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key is `rope_type` or `type`."""
+    section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    fields = hf.get(section) or {}
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"config field {section}={fields!r} must be an object")
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise NotImplementedError(f"config field {section} differs between layer types; supported: one RoPE for all layers")
+    if (partial_rotary_factor := fields.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise NotImplementedError(f"config field {section}.{partial_rotary_factor=} is not supported; supported: 1.0")
+    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    rope: dict[str, Any] = {
+        "rope_type": rope_type,
+        "theta": _optional(fields, "rope_theta", float, _optional(hf, "rope_theta", float, 1e4)),
+    }
+    if rope_type in ("linear", "dynamic", "llama3"):
+        rope |= {"factor": _required(fields, "factor", float)}
+    if rope_type == "llama3":
+        rope |= {"original_max_position_embeddings": _original_max_positions(hf, fields)}
+        rope |= {name: _required(fields, name, float) for name in ("low_freq_factor", "high_freq_factor")}
+    if rope_type == "yarn":
+        rope |= _yarn_fields(hf, fields)
+    return RopeConfig(**rope)
+
+
+def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
+    """The context before it was stretched; transformers gives the top level priority."""
+    inner = _optional(fields, "original_max_position_embeddings", int, _required(hf, "max_position_embeddings", int))
+    original = _optional(hf, "original_max_position_embeddings", int, inner)
+    if original < 1:
+        raise ValueError(f"config field original_max_position_embeddings={original} must be positive")
+    return original
+
+
+def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's own fields; without `factor`, it is the ratio of the two contexts."""
+    original = _original_max_positions(hf, fields)
+    return {
+        "original_max_position_embeddings": original,
+        "factor": _optional(fields, "factor", float, _required(hf, "max_position_embeddings", int) / original),
+        "attention_factor": _optional(fields, "attention_factor", float, None),
+        "beta_fast": _optional(fields, "beta_fast", float, 32.0),
+        "beta_slow": _optional(fields, "beta_slow", float, 1.0),
+        "mscale": _optional(fields, "mscale", float, None),
+        "mscale_all_dim": _optional(fields, "mscale_all_dim", float, None),
+        "truncate": _optional(fields, "truncate", bool, True),
+    }
+
+
+def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    """The `rope_scaling` object: only the fields of the type, since readers warn about others."""
+    if rope.rope_type == "default":
+        return None
+    fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}
+    return {"rope_type": rope.rope_type} | {name: value for name, value in fields.items() if value is not None}

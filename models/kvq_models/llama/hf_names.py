@@ -1,0 +1,90 @@
+"""One table between Hugging Face's tensor names and this model's weights, for all families and in both directions.
+
+torch's Linear stores [out, in] and this model [in, out], so projections are transposed; the transpose is its own inverse.
+Which rows a checkpoint must have follows from its config alone: a weight that the model does not have (a bias, a tied head) has no name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from kvq_models.llama.model import Llama
+
+KEEP, TRANSPOSE = False, True
+
+# (Hugging Face name, path in the module tree, transpose); "#" stands for the layer's number.
+TABLE = (
+    ("model.embed_tokens.weight", "embed", KEEP),
+    ("model.layers.#.input_layernorm.weight", "layers.#.input_norm.scale", KEEP),
+    ("model.layers.#.self_attn.q_proj.weight", "layers.#.q_proj.kernel", TRANSPOSE),
+    ("model.layers.#.self_attn.q_proj.bias", "layers.#.q_proj.bias", KEEP),
+    ("model.layers.#.self_attn.k_proj.weight", "layers.#.k_proj.kernel", TRANSPOSE),
+    ("model.layers.#.self_attn.k_proj.bias", "layers.#.k_proj.bias", KEEP),
+    ("model.layers.#.self_attn.v_proj.weight", "layers.#.v_proj.kernel", TRANSPOSE),
+    ("model.layers.#.self_attn.v_proj.bias", "layers.#.v_proj.bias", KEEP),
+    ("model.layers.#.self_attn.q_norm.weight", "layers.#.q_norm.scale", KEEP),
+    ("model.layers.#.self_attn.k_norm.weight", "layers.#.k_norm.scale", KEEP),
+    ("model.layers.#.self_attn.o_proj.weight", "layers.#.o_proj.kernel", TRANSPOSE),
+    ("model.layers.#.self_attn.o_proj.bias", "layers.#.o_proj.bias", KEEP),
+    ("model.layers.#.post_attention_layernorm.weight", "layers.#.mlp_norm.scale", KEEP),
+    ("model.layers.#.mlp.gate_proj.weight", "layers.#.mlp.gate_proj.kernel", TRANSPOSE),
+    ("model.layers.#.mlp.gate_proj.bias", "layers.#.mlp.gate_proj.bias", KEEP),
+    ("model.layers.#.mlp.up_proj.weight", "layers.#.mlp.up_proj.kernel", TRANSPOSE),
+    ("model.layers.#.mlp.up_proj.bias", "layers.#.mlp.up_proj.bias", KEEP),
+    ("model.layers.#.mlp.down_proj.weight", "layers.#.mlp.down_proj.kernel", TRANSPOSE),
+    ("model.layers.#.mlp.down_proj.bias", "layers.#.mlp.down_proj.bias", KEEP),
+    ("model.norm.weight", "norm.scale", KEEP),
+    ("lm_head.weight", "head.kernel", TRANSPOSE),
+)
+EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
+
+# Buffers of old checkpoints that the config determines: rotary frequencies.
+IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+
+_BY_PATH = {path: (name, transpose) for name, path, transpose in TABLE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight of a model under its Hugging Face name; `leaf` is in this model's orientation."""
+
+    name: str
+    transpose: bool
+    leaf: Any  # jax.Array, or jax.ShapeDtypeStruct in an abstract model
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        return self.leaf.shape[::-1] if self.transpose else self.leaf.shape
+
+
+def weights(llama: Llama) -> dict[str, Weight]:
+    """The weights of a model (or of an abstract one) by path, in the order of its pytree; parameters of cache methods are left out."""
+    return {path: _weight(path, leaf) for path, leaf in _leaves(llama)}
+
+
+def replace_weights(llama: Llama, values: dict[str, jax.Array]) -> Llama:
+    """The same tree with the array of each path of `weights(llama)`."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(_path_name(path), leaf), llama)
+
+
+def _weight(path: str, leaf: Any) -> Weight:
+    layer = re.search(r"\d+", path)
+    name, transpose = _BY_PATH[re.sub(r"\d+", "#", path)]
+    return Weight(name.replace("#", layer.group()) if layer else name, transpose, leaf)
+
+
+def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(llama):
+        name = _path_name(path)
+        if not name.startswith("cache_parameters"):
+            yield name, leaf
+
+
+def _path_name(path: jax.tree_util.KeyPath) -> str:
+    """`layers.0.q_proj.kernel`; the trailing key is the one inside flax's Param."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

@@ -1,0 +1,1 @@
+"""The kernel that quantizes rows and packs their codes."""

@@ -1,0 +1,53 @@
+"""Exact rows, read as they are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels.readers.base import Rows, Side
+from pallas_kernels.readers.shared import LOG2E, dot
+from pallas_kernels.tiles.tile import Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Side):
+    """Exact rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their bits."""
+
+    channels: int
+    dtype: str
+
+    @property
+    def slots(self) -> int:
+        return 1
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return 1, self.channels
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(stored)
+
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        return (q.astype(self.dtype),)
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        return [dot(self._rows(refs[0], tile), query[0][...], (1, 1)) * (LOG2E * self.channels**-0.5)]
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
+        return [sums[0] + dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
+
+    def _rows(self, ref: Any, tile: Tile) -> Float[Array, "tile H"]:
+        found = ref[pl.ds(tile.offset(1), tile.size), :]
+        if found.dtype == jnp.uint16:
+            found = lax.bitcast_convert_type(found, jnp.dtype(self.dtype))
+        if tile.masked:
+            token = lax.broadcasted_iota(jnp.int32, (tile.size, 1), 0)
+            found = jnp.where(tile.counts(token), found, 0)
+        return found

@@ -1,0 +1,133 @@
+"""Keys that were cached before RoPE, rotated while they are read.
+
+    score = q . R(position) k,     position = sink + number of the token in the body,     R(p + d) = R(p) R(d)
+
+A tile of tokens starts at p: the queries are turned back to it, once for a tile, and its keys are turned by their distance d from its
+start, by the same small table of cosines and sines for every tile. So a key costs two fp16 products and two multiply-adds for each two
+pairs of channels, and no table that grows with the context is read for each head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float16, Int
+
+from pallas_kernels.launch import Launch
+from pallas_kernels.readers.base import Rows, Side
+from pallas_kernels.readers.codebook import Codebook
+from pallas_kernels.readers.shared import dot, query_planes
+from pallas_kernels.readers.sparse_outliers import turn
+from pallas_kernels.tiles.arithmetic import Half, by_halves, half2, joined
+from pallas_kernels.tiles.tile import SPAN, Tile
+
+LONGEST_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated(Side):
+    """Keys of another side, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos - k2 sin, k2 cos + k1 sin).
+
+    Stored arrays: the other side's, then inverse_frequencies [H/2] and the attention factor a [], both fp32. Body token t stands at
+    position sink + t. The halves of a head are whole chunks. Angles are fp32; their cosines and sines, queries and keys are fp16 before
+    and after.
+    """
+
+    inner: Side
+    sink: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.inner.slots
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.inner.chunks
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        *inner, frequencies, _ = stored
+        shape = (1, 1, LONGEST_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])
+        return (*self.inner.arrays(inner), *(a.reshape(shape) for a in angle_tables(frequencies, jnp.arange(LONGEST_TILE))))
+
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        frequencies, factor = stored[-2:]
+        cos, sin = angle_tables(frequencies, self.sink + SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN))
+        count, width = self.chunks
+        positions = (a.reshape(1, 1, -1, count // 2, width) for a in (cos, sin))
+        return query_planes(q * factor, count), *positions
+
+    def more_scores(
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch
+    ) -> Float[Array, "B K G S"] | None:
+        if not isinstance(self.inner, Codebook):
+            return self.inner.more_scores(q, stored[:-2], limits, how)
+        *inner, frequencies, factor = stored
+        return self.inner.more_scores(q * factor, inner, limits, how, turn(frequencies, self.sink, stored[0].shape[2] * self.slots))
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        *inner, cosines, sines = refs
+        half, found = self.chunks[0] // 2, []
+        turned = [self._turned_back(query, tile, c, asm) for c in range(half)]
+        rows = self.inner.rows(inner, tile, asm)
+        for slot in range(self.slots):
+            total = jnp.zeros((tile.size // self.slots, query[0].shape[1]), jnp.float32)
+            for c in range(half):
+                multiply = functools.partial(self._dots, turned[c], cosines, sines, tile, slot, c, asm)
+                # Always true. Loads at the top of the loop would be copied to shared memory again for each tile, or be held in half of all
+                # registers; inside of a condition they are read where they are used, from the first level of the cache.
+                total = lax.cond(tile.start >= 0, multiply, lambda total, *_: total, total, rows(slot, c), rows(slot, half + c))
+            found.append(total)
+        return found
+
+    def _turned_back(self, query: Sequence[Any], tile: Tile, chunk: int, asm: bool) -> tuple[Array, Array]:
+        """The queries of a chunk and of its partner, turned back by the position of the tile's start."""
+        first, second = query[0][chunk], query[0][self.chunks[0] // 2 + chunk]
+        cos, sin = (jnp.broadcast_to(table[tile.offset(SPAN), chunk][None, :], first.shape) for table in query[1:])
+        first, second = rotated(first, second, cos, -sin, asm)
+        return joined(first), joined(second)
+
+    def _dots(
+        self,
+        q: tuple[Array, Array],
+        cosines: Any,
+        sines: Any,
+        tile: Tile,
+        slot: int,
+        chunk: int,
+        asm: bool,
+        total: Array,
+        first: Half,
+        second: Half,
+    ) -> Float[Array, "rows GP"]:
+        """`total`, plus the queries times the keys of a chunk and of its partner, which are rotated by their distance from the start."""
+        width = self.chunks[1]
+        at = pl.ds(0, tile.size // SPAN), slot, slice(None), pl.ds(width * chunk, width)
+        cos, sin = (table[at].reshape(tile.size // self.slots, width) for table in (cosines, sines))
+        first, second = rotated(first, second, cos, sin, asm)
+        return dot(joined(second), q[1], (1, 1)) + (dot(joined(first), q[0], (1, 1)) + total)
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+        raise NotImplementedError("values have no positions")
+
+
+def angle_tables(
+    frequencies: Float[Array, " half"], positions: Int[Array, " n"]
+) -> tuple[Float16[Array, "n half"], Float16[Array, "n half"]]:
+    """Cosines and sines of position * frequency; angles are fp32."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(jnp.float32)[None]
+    return jnp.cos(angles).astype(jnp.float16), jnp.sin(angles).astype(jnp.float16)
+
+
+def rotated(first: Half, second: Half, cos: Float16[Array, "rows W"], sin: Float16[Array, "rows W"], asm: bool) -> tuple[Half, Half]:
+    """(first cos - second sin, second cos + first sin)."""
+    if not asm:
+        return by_halves(lambda x, y, cos, sin: (x * cos - y * sin, y * cos + x * sin), first, second, cos, sin)
+    less = "{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $3, t; }"
+    more = "{ .reg .b32 t; mul.rn.f16x2 t, $1, $4; fma.rn.f16x2 $0, $2, $3, t; }"
+    return half2(less, first, second, cos, sin), half2(more, first, second, cos, sin)

@@ -1,0 +1,1 @@
+"""Tiles of packed words: their layout, their unpacking, and arithmetic on pairs."""

@@ -1,0 +1,166 @@
+"""Looking up codes of 2, 3 or 4 bits in one table that all channels share, for four fields of a word at a time.
+
+A word of 16 bits that holds four codes in its four nibbles *is* a selector of `prmt`, which chooses four of eight bytes. So the low bytes
+of four entries take one instruction (two, and a selection, for 16 entries), their high bytes another, and putting the two together one for
+each pair of neighbouring words. For a register of two words and each four fields of both:
+
+    codes to nibbles     4 bits: none      3 bits: three, from two plane sets      2 bits: a mask, perhaps a shift
+    two of the fields    selector (1), low bytes (1 or 2), high bytes (1 or 2), 16 entries: a mask (1) and two selections, fp16 pairs (2)
+
+    instructions per element: 2 / 3 / 4 bits   1.4 / 1.7 / 2.75
+
+That is in assembly. In array operations an entry is chosen by the bits of its code, with a tree of selects on pairs: bit 0 halves the
+entries, bit 1 the rest, and so on, 2^bits - 1 selects for two elements. A table in memory cannot be indexed with a tile of codes: a gather
+for each element is what low-bit kernels must not do.
+
+Exact: entries are copied, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float16, Int16, Int32, UInt32
+
+from pallas_kernels.tiles.arithmetic import Half, Halves, out_of_pairs
+from pallas_kernels.tiles.layout import Planes
+from pallas_kernels.tiles.words import Bit, PairedWords, Words, code_bits
+
+BITS = (2, 3, 4)
+
+
+def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
+    """A table of 4, 8 or 16 entries as `prmt` wants it: the low bytes of all entries, four in a word, then the high bytes."""
+    bits = lax.bitcast_convert_type(table, jnp.uint16).astype(jnp.uint32)
+    planes = jnp.stack([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-2)  # [*lead, 2, entries]
+    shifts = jnp.broadcast_to(jnp.arange(0, 32, 8, dtype=jnp.uint32), (*planes.shape[:-1], planes.shape[-1] // 4, 4))
+    words = jnp.sum(planes.reshape(shifts.shape) << shifts, axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(*table.shape[:-1], -1)
+
+
+def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]) -> Halves:
+    """entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given in both halves of 32 bits."""
+    for bit in bits:
+        mask = (words.moved(bit.set, bit.tile, bit.position) & np.uint32(0x10001)) * np.uint32(0xFFFF)
+        entries = [low ^ ((low ^ high) & mask) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+    [found] = entries
+    return out_of_pairs(found, words.axis)
+
+
+def in_both_halves(entry: Float16[Array, ""]) -> UInt32[Array, "1 1"]:
+    return (lax.bitcast_convert_type(entry, jnp.uint16).astype(jnp.uint32) * np.uint32(0x10001)).reshape(1, 1)
+
+
+class Table(NamedTuple):
+    """entries of the table in both halves of 32 bits, and the words of its `byte_planes`: read once outside of a loop over fields."""
+
+    entries: Sequence[UInt32[Array, "1 1"]]
+    bytes: Sequence[Int32[Array, "1 1"]]
+
+
+class Looked(NamedTuple):
+    """The entries that the codes of a tile's words stand for, plane by plane; what fields of a word share is computed once."""
+
+    words: Words
+    planes: Planes
+    table: Table
+    found: dict[tuple[int, int], list[Array]]
+
+    @classmethod
+    def up(cls, words: Words, planes: Planes, table: Table) -> Looked:
+        return cls(words, planes, table, {})
+
+    def plane(self, slot: int, chunk: int) -> Half:
+        """Of one chunk of channels of a token slot."""
+        if isinstance(self.words, PairedWords):
+            return chosen(self.words, code_bits(self.planes, slot, chunk), self.table.entries)
+        low = self.planes.sets[0]
+        index, tile = divmod(slot * self.planes.chunks + chunk, self.planes.tiles(low))
+        nibble, odd = divmod(index, 4 // low)  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away
+        key = tile, odd
+        if key not in self.found:
+            self.found[key] = self._four(tile, odd)
+        return self.found[key][nibble]
+
+    def _four(self, tile: int, odd: int) -> list[Array]:
+        words = self.words.tiles[0][tile]
+        if self.planes.bits == 3:
+            tiles = self.planes.tiles(1)
+            number, tile = divmod(tile, tiles)
+            # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
+            words = three_bit_nibbles(words, self.words.tiles[1][tile], odd, 2 * odd + number)
+        elif self.planes.bits == 2:
+            words = _pairs(f"{'shr.b32 t, $1, 2;' if odd else 'mov.b32 t, $1;'} and.b32 $0, t, 0x33333333;", words)
+        return four_planes(words, self.planes.bits, self.table.bytes)
+
+
+def in_registers(word: Int32[Array, ""]) -> Int32[Array, "1 1"]:
+    """The same number, of which the compiler does not know that all lanes have it: it would keep it in a uniform register, and copy it out
+    of there for every `prmt` that reads it."""
+    [found] = plt.elementwise_inline_asm(
+        "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }",
+        args=[word.reshape(1, 1)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1, 1), jnp.int32)],
+    )
+    return found
+
+
+def three_bit_nibbles(low: Int16[Array, "rows W"], high: Int16[Array, "rows W"], odd: int, position: int) -> Int16[Array, "rows W"]:
+    """Codes whose low bits are every other field of `low` and whose third bits are every fourth bit of `high`, from `position` on."""
+    by = position - 2
+    moved = "mov.b32 u, $2;" if by == 0 else f"{'shr' if by > 0 else 'shl'}.b32 u, $2, {abs(by)};"
+    fields = "shr.b32 t, $1, 2;" if odd else "mov.b32 t, $1;"
+    return _pairs(f"{moved} and.b32 u, u, 0x44444444; {fields} lop3.b32 $0, t, 0x33333333, u, 0xea;", low, high)
+
+
+def four_planes(nibbles: Int16[Array, "rows W"], bits: int, table: Sequence[Int32[Array, "1 1"]]) -> list[Float16[Array, "rows W"]]:
+    """The entries of the codes in each of the four nibbles. Unused bits of a nibble are 0."""
+    found: list[Array] = []
+    half = len(table) // 2
+    low, high = table[:half], table[half:]
+    plain = nibbles if bits < 4 else _pairs("and.b32 $0, $1, 0x77777777;", nibbles)
+    for fields in range(2):
+        # of each of the two words the byte that holds these two nibbles: (word 0, word 1) is a selector of four
+        selector = _pairs(f"prmt.b32 $0, $1, 0, {(0x20, 0x31)[fields]:#x};", plain)
+        if bits == 2:
+            low_bytes, high_bytes = (_bytes("prmt.b32 $0, $2, $4, $1;", selector, *order) for order in ((*low, *high), (*high, *low)))
+        elif bits == 3:
+            low_bytes, high_bytes = (_bytes("prmt.b32 $0, $2, $4, $1;", selector, *plane) for plane in (low, high))
+        else:
+            # prmt repeats the top bit of a byte: the fourth bits of the nibbles, half of them after a shift, as four bytes of ones or zeros
+            mask = _pairs(f"shl.b32 t, $1, 4; prmt.b32 $0, t, $1, {(0xEAC8, 0xFBD9)[fields]:#x};", nibbles)
+            choose = "prmt.b32 t, $3, $5, $1; prmt.b32 u, $7, $9, $1; lop3.b32 $0, $2, u, t, 0xca;"
+            low_bytes, high_bytes = (_bytes(choose, selector, *plane, mask=mask) for plane in (low, high))
+        found += [_pairs(f"prmt.b32 $0, $1, $2, {order:#x};", low_bytes, high_bytes, dtype=jnp.float16) for order in (0x6240, 0x7351)]
+    return found
+
+
+def _bytes(assembly: str, selector: Array, *table: Array, mask: Array | None = None) -> Array:
+    # a 32-bit operand is a pair of registers, one for each element: here the same twice
+    tiles = [selector] if mask is None else [selector, mask]
+    wide = [jnp.broadcast_to(word, selector.shape) for word in table]
+    return _inline(assembly, [*tiles, *wide], ["r"] * len(tiles) + ["r,r"] * len(wide))
+
+
+def _pairs(assembly: str, *operands: Array, dtype: jax.typing.DTypeLike = jnp.int16) -> Array:
+    return _inline(assembly, list(operands), ["r"] * len(operands), dtype)
+
+
+def _inline(assembly: str, operands: list[Array], constraints: list[str], dtype: jax.typing.DTypeLike = jnp.int16) -> Array:
+    """One register for each two neighbouring words, whatever its bits mean."""
+    [result] = plt.elementwise_inline_asm(
+        f"{{ .reg .b32 t, u; {assembly} }}",
+        args=operands,
+        constraints=",".join(["=r", *constraints]),
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, dtype)],
+    )
+    return result

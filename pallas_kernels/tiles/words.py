@@ -1,0 +1,144 @@
+"""The packed words of a tile of tokens, and the codes in them as fp16 numbers."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float16, Int16, Int32, UInt32
+
+from pallas_kernels.tiles.arithmetic import Half, Halves, half2, in_pairs, out_of_pairs, twice
+from pallas_kernels.tiles.layout import Field, Planes
+from pallas_kernels.tiles.tile import Tile
+
+
+class Bit(NamedTuple):
+    """Where one bit of a code is: bit `position` of the words of a tile, in one of the plane sets."""
+
+    set: int
+    tile: int
+    position: int
+
+
+@functools.cache
+def code_bits(planes: Planes, slot: int, chunk: int) -> tuple[Bit, ...]:
+    """Where the bits of a chunk's codes are, lowest first."""
+    number, found = slot * planes.chunks + chunk, []
+    for i, bits in enumerate(planes.sets):
+        index, tile = divmod(number, planes.tiles(bits))
+        found += [Bit(i, tile, bits * index + j) for j in range(bits)]
+    return tuple(found)
+
+
+class Run(NamedTuple):
+    """Bits of one word that move together: (words of the tile >> shift) & mask. Negative shifts go left."""
+
+    set: int
+    tile: int
+    shift: int
+    mask: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Words(abc.ABC):
+    """tiles[set][j]: the j-th tile of a plane set, W words of each of the tile's rows."""
+
+    tiles: list[list[Any]]
+
+    @abc.abstractmethod
+    def gathered(self, runs: Sequence[Run], bits: int) -> Half:
+        """The fp16 numbers whose bits are `bits`, or-ed with those of the runs."""
+
+    def codes(self, field: Field) -> Half:
+        """bias + code of one field, exactly."""
+        runs = [Run(0, field.tile, field.shift, field.mask)]
+        if field.high_tile is not None:
+            runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
+        return self.gathered(runs, field.exponent)
+
+    def number(self, bits: Sequence[Bit]) -> tuple[Half, int]:
+        """(bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of planes.py."""
+        # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
+        first = bits[0].position
+        at = next(place for place in (first, first - 8, 0) if 0 <= place <= 10 - len(bits))
+        runs: list[Run] = []
+        for i, bit in enumerate(bits):
+            shift, mask = bit.position - (at + i), 1 << (at + i)
+            if runs and runs[-1][:3] == (bit.set, bit.tile, shift):
+                runs[-1] = runs[-1]._replace(mask=runs[-1].mask | mask)
+            else:
+                runs.append(Run(bit.set, bit.tile, shift, mask))
+        return self.gathered(runs, (25 - at) << 10), 1 << (10 - at)
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleWords(Words):
+    """int16 [rows, W], for inline assembly, which takes two neighbours at a time by itself."""
+
+    tiles: list[list[Int16[Array, "rows W"]]]
+
+    def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
+        """One `lop3` for each run and pair of words, and a shift, which other fields may share."""
+        if len(runs) == 1 and (byte := runs[0]).mask == 0xFF and byte.shift in (0, 8) and bits == 0x6400:
+            index = byte.shift // 8  # bytes of two words, each below the byte 0x64
+            selector = 0x4 << 12 | (2 + index) << 8 | 0x4 << 4 | index
+            return half2(f"prmt.b32 $0, $1, 0x64646464, {selector:#x};", self.tiles[byte.set][byte.tile])
+        found: Array | None = None
+        for run in runs:
+            # bits that cross from one half of the register into the other are masked off
+            move = f"{'shr' if run.shift > 0 else 'shl'}.b32 t, $1, {abs(run.shift)};"
+            rest = twice(bits) if found is None else "$2"
+            operands = [self.tiles[run.set][run.tile], *([] if found is None else [found])]
+            found = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {twice(run.mask)}, {rest}, 0xea; }}", *operands)
+        assert found is not None
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedWords(Words):
+    """uint32, two neighbours along `axis` in each, for array operations: they mask and move two words at a time.
+
+    zero: 0, but compilers do not know it. They would write a constant mask into a register before each of its uses; constants that this is
+    added to stay in one.
+    """
+
+    tiles: list[list[UInt32[Array, "a b"]]]
+    axis: int
+    zero: UInt32[Array, ""]
+
+    def moved(self, set: int, tile: int, shift: int) -> UInt32[Array, "a b"]:
+        words = self.tiles[set][tile]
+        if shift > 0:
+            return words >> np.uint32(shift)
+        return words << np.uint32(-shift) if shift < 0 else words
+
+    def gathered(self, runs: Sequence[Run], bits: int) -> Halves:
+        found: Array = np.uint32(bits * 0x10001) + self.zero
+        for i, run in enumerate(runs):
+            part = self.moved(run.set, run.tile, run.shift) & np.uint32(run.mask * 0x10001)  # what crosses between halves is masked off
+            # the same, for no bit is in both; but compilers would move the constant to the end of a chain of one kind: one more instruction
+            found = found ^ part if i % 2 else found | part
+        return out_of_pairs(found, self.axis)
+
+
+def read_words(refs: Sequence[Any], planes: Planes, tile: Tile, axis: int, asm: bool) -> Words:
+    """The words of a tile of tokens. axis: along which neighbours are computed on together, the one that a dot will contract."""
+    rows = pl.ds(tile.offset(planes.slots), tile.size // planes.slots)
+    tiles = [
+        [ref[rows, pl.ds(planes.width * j, planes.width)] for j in range(planes.tiles(bits))]
+        for ref, bits in zip(refs, planes.sets, strict=False)
+    ]
+    return SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
+
+
+def paired(tiles: Sequence[Sequence[Int16[Array, "rows W"]]], axis: int, start: Int32[Array, ""]) -> PairedWords:
+    """start: any number that is not negative, known only when the kernel runs."""
+    zero = lax.bitcast_convert_type(start >> np.int32(31), jnp.uint32)
+    return PairedWords([[in_pairs(words, axis) for words in of_set] for of_set in tiles], axis, zero)

@@ -1,0 +1,78 @@
+"""The benchmark of whole decode steps, at a tiny size: what it times by default, in which order, and what it does with slow programs."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from benchmarks.gpu import decode_step
+from benchmarks.gpu.device_timing import Timing
+from benchmarks.gpu.rows import KernelRow, TimingReport
+from kvq_models import LlamaConfig
+from pallas_kernels.launch import DEFAULT_ARITHMETIC
+
+TIMING = Timing(samples=2, seconds=0, most_copies=2, copy_bytes=1 << 20)
+TINY = LlamaConfig(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    max_position_embeddings=4096,
+)
+
+
+CACHES = ("dense", "kivi:bits=4")
+
+
+def rows_of(file: pathlib.Path, names: tuple[str, ...] | None) -> list[KernelRow]:
+    report = TimingReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
+    decode_step.run([(256, 2)], CACHES, names, decode_step.random_llama(TINY), report, file, TIMING)
+    return TimingReport.read(file).rows
+
+
+def test_kernels_are_timed_before_xla_and_compared_with_it(tmp_path: pathlib.Path):
+    rows = rows_of(tmp_path / "rows.json", ("xla", "interpreted"))
+    assert [(row.candidate, row.arithmetic) for row in rows] == [(spec, name) for name in ("interpreted", "xla") for spec in CACHES]
+    for row in rows:
+        assert row.failure == "", row
+        assert len(row.samples_ms) == 2, row
+        assert row.remark == ""
+        if row.arithmetic == "xla":
+            assert row.error is None, "it is what the others are compared with"
+        else:
+            assert row.error is not None
+            assert 0 < row.error < 0.05, row
+
+
+def test_a_program_that_takes_long_runs_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decode_step, "LONG_RUN", 0.0)
+    monkeypatch.setattr(decode_step, "usual_implementations", lambda tokens, batch: ("interpreted", "xla"))
+    for row in rows_of(tmp_path / "rows.json", None):
+        assert row.failure == "", row
+        assert len(row.samples_ms) == 1, row
+        assert row.remark == "the first run alone"
+        assert (row.error is None) == (row.arithmetic == "xla"), "its logits are compared all the same"
+
+
+def test_what_users_get_by_default_is_timed_where_it_shows_most():
+    assert decode_step.POINTS[0] == (32768, 16)
+    assert DEFAULT_ARITHMETIC in decode_step.usual_implementations(*decode_step.POINTS[0])
+    for point in decode_step.POINTS:
+        assert {"asm", "xla"} <= set(decode_step.usual_implementations(*point))
+        assert set(decode_step.usual_implementations(*point)) <= set(decode_step.IMPLEMENTATIONS)
+
+
+def test_the_command_takes_the_usual_implementations_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
+    asked = []
+    monkeypatch.setattr(decode_step.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(decode_step, "measure_bandwidth", lambda *_: None)
+    monkeypatch.setattr(decode_step, "random_llama", lambda config: None)
+    monkeypatch.setattr(decode_step, "run", lambda points, caches, names, *_, **__: asked.append((points[0], names)))
+    file = str(tmp_path / "rows.json")
+    decode_step.main(["--json", file])
+    decode_step.main(["--json", file, "--implementation", "jnp"])
+    assert asked == [(decode_step.POINTS[0], None), (decode_step.POINTS[0], ["jnp"])]

@@ -1,0 +1,126 @@
+"""Every cache that kernels serve can be timed: its random body, its keys after RoPE, its error. What kernels do not serve says why."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvq_jax as kvq
+from benchmarks.cpu.timing import Shape
+from benchmarks.gpu import kernels, random_bodies, run
+from benchmarks.gpu.candidates import MORE_SPECS, SPECS, attention_tasks
+from benchmarks.gpu.device_timing import Timing
+from benchmarks.gpu.kernels import Case
+from benchmarks.gpu.random_bodies import Body, bodies_of, plan_of
+from benchmarks.gpu.rows import KernelRow, TimingReport
+from kvq_jax.attention.dispatch import unsupported
+from kvq_jax.methods.registry import METHODS
+from pallas_kernels.launch import Launch
+
+SHAPE = Shape(1, 128, 64, 2, 2)
+INTERPRETED = (Launch(interpret=True),)
+SERVED = (
+    *("dense", "squat_pre", "int4", *MORE_SPECS),
+    *("kvquant:bits=3,outliers=0,pre_rope=false,k_axis=token,v_axis=channel", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4"),
+    "k=polarquant:radius_bits=2+v=innerq:bits=2",
+)
+REFUSED = ("xquant", "xquant_cl", "polarquant:grid=global", "kivi:bits=3,group_size=16")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KernelRow]:
+    report = TimingReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
+    timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
+    file: pathlib.Path = tmp_path_factory.mktemp("results") / "kernels_cpu.json"
+    cases = [Case("attention", "Llama-3.2-1B", SHAPE)]
+    kernels.run(cases, report, file, timing, hows=INTERPRETED, specs=(*SERVED, *REFUSED, "kivi:bit=2"), threads=2)
+    return {row.candidate: row for row in report.rows}
+
+
+@pytest.mark.parametrize("spec", SERVED)
+def test_a_cache_with_kernels_gets_a_time_and_an_error(rows: dict[str, KernelRow], spec: str):
+    row = rows[spec]
+    assert row.failure == "", row
+    assert len(row.samples_ms) == 1
+    assert row.idle_ms is not None
+    assert row.error is not None
+    assert row.error < 5e-3, row
+    assert row.bf16 == (spec == "dense")
+
+
+@pytest.mark.parametrize("spec", REFUSED)
+def test_a_cache_without_kernels_says_why(rows: dict[str, KernelRow], spec: str):
+    reason = unsupported(plan_of(spec, SHAPE), 4, 1)
+    assert reason
+    assert rows[spec].failure == f"ValueError: {reason}"
+    assert rows[spec].samples_ms == ()
+
+
+def test_a_spec_that_cannot_be_read_says_what_is_wrong(rows: dict[str, KernelRow]):
+    with pytest.raises(ValueError, match="bit") as found:
+        kvq.parse("kivi:bit=2")
+    assert rows["kivi:bit=2"].failure.startswith(f"ValueError: {str(found.value)[:40]}")
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *METHODS])
+def test_each_methods_kernels_are_traced_or_refused_with_the_reason(spec: str):
+    shape = Shape(2, 1024, 128, 8, 4)
+    if reason := unsupported(plan_of(spec, shape), 32, 1):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            bodies_of(spec, shape)
+        return
+    task = attention_tasks(shape, (Launch("jnp"),), (spec,))[-1].make()
+    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, run.SEED)
+    out = jax.eval_shape(task.calls[0][1], x, copy)
+    assert out.shape == x[0].shape
+    assert task.check is not None
+    found, wanted = jax.eval_shape(task.check, x, copy, out)
+    assert found.shape == wanted.shape == (1, random_bodies.CHECKED_HEADS, 4, 128)
+
+
+@pytest.mark.parametrize("spec", ["nf4", "polarquant"])
+def test_the_reference_rejects_other_contents(spec: str):
+    """Negative control of the errors above: another seed, keys and values exchanged for the next head's."""
+    task = attention_tasks(SHAPE, INTERPRETED, (spec,))[-1].make()
+    x, copy, other = task.start(), task.copy(jnp.uint32(1)), task.copy(jnp.uint32(2))
+    out = task.calls[0][1](x, copy)
+    assert task.check is not None
+    assert run.relative_error(*task.check(x, copy, out)) < 5e-3
+    assert run.relative_error(*task.check(x, other, out)) > 0.1
+    assert run.relative_error(*task.check(x, copy, jnp.roll(out, 1, axis=1))) > 0.1
+
+
+def test_keys_cached_before_rope_are_compared_after_it():
+    """The same codes, read without their rotation, are other keys."""
+    turned, plain = (attention_tasks(SHAPE, INTERPRETED, (spec,))[-1].make() for spec in ("kivi:bits=4,pre_rope=true", "kivi:bits=4"))
+    x, copy = turned.start(), turned.copy(jnp.uint32(1))
+    out = turned.calls[0][1](x, copy)
+    assert turned.check is not None
+    assert plain.check is not None
+    assert run.relative_error(*turned.check(x, copy, out)) < 5e-3
+    assert run.relative_error(*plain.check(x, copy, out)) > 0.1
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=2", "int4", "nf4", "polarquant", "kvquant:bits=4,outliers=0.02"])
+def test_random_bodies_have_the_shapes_and_rows_of_a_caches(spec: str):
+    plan = plan_of(spec, SHAPE)
+    for codec in (plan.k, plan.v):
+        body = Body(codec, SHAPE)
+        copy = body.copy(jnp.uint32(3))
+        structs = jax.tree.map(lambda leaf: (leaf.struct.shape, leaf.struct.dtype), body.leaves)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), copy[1]) == structs
+        found = body.rows(copy).astype(jnp.float32)
+        assert found.shape == (1, 2, 128, 64)
+        assert 0.2 < float(found.std()) < 1.5, spec
+        assert float(jnp.abs(found).max()) < 6, spec
+        part = body.checked_rows(copy)
+        assert bool((part == body.rows(copy)[:1, : random_bodies.CHECKED_HEADS]).all()), "a part is decoded as the whole is"
+
+
+def test_a_body_of_an_unknown_kind_is_named():
+    with pytest.raises(TypeError, match="a body of dict"):
+        random_bodies.random_body({}, jnp.uint32(0))

@@ -1,0 +1,98 @@
+"""The quality benchmark: a small run of it, the pages made of it, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+
+import pytest
+
+import kvq_jax as kvq
+import kvq_tools.cli
+from benchmarks import results_page
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import windows_figure
+from benchmarks.quality.comparison import PLAIN, VARIANTS, Suite, listed, swept
+from benchmarks.quality.report import QualityReport, QualityRow
+
+PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
+TEXTS = [f"--{name}={PASSAGE}" for name in ("text", "calibration-text", "other-calibration-text")]
+SIZES = ["--windows=2", "--window=96", "--samples=2", "--length=128"]
+SUITE = Suite(
+    "A title",
+    (
+        listed("A", [("exact", "dense"), ("two bits", "kvquant:bits=2"), ("a scale for a token", "int4")], stressed=True),
+        listed("B", [("again", "kvquant:bits=2")]),
+        swept("C", "w_recent", [("KIVI", [(str(n), f"kivi:recent={n},block=32") for n in (0, 32)])]),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a small run with calibrations and variants left its report."""
+    folder = tmp_path_factory.mktemp("quality")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(quality.SUITES, "innerq", lambda: SUITE)
+        quality.main(["innerq", *TEXTS, *SIZES, f"--json={folder / windows_figure.FILE}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder):
+    return QualityReport.read(folder / windows_figure.FILE)
+
+
+def only(report: QualityReport, table: str, *cells: str, variant: str = PLAIN) -> QualityRow:
+    (row,) = (row for row in report.of(table) if row.cells == cells and row.variant == variant)
+    return row
+
+
+def test_a_run_calibrates_and_measures(report):
+    exact, coded, again = only(report, "A", "exact"), only(report, "A", "two bits"), only(report, "B", "again")
+    assert exact.kl == pytest.approx(0, abs=1e-5)
+    assert coded.kl > 100 * abs(exact.kl) + 1e-3
+    assert again.kl == coded.kl
+    assert coded.outlier_fraction == 2 / 128
+    assert coded.cache_bytes < exact.cache_bytes
+    assert str(PASSAGE.parent) not in report.command, "a result names files, not a machine's folders"
+
+
+def test_variants_predict_the_same_and_are_harder_to_cache(report):
+    assert report.variants("A") == list(VARIANTS)
+    for variant in VARIANTS:
+        exact = only(report, "A", "exact", variant=variant)
+        assert exact.nats == pytest.approx(only(report, "A", "exact").nats, rel=1e-5), variant
+        if variant != PLAIN:
+            easy, hard = (only(report, "A", "a scale for a token", variant=v).kl for v in (PLAIN, variant))
+            assert hard > 2 * easy, f"{variant}: KL {hard}, without outliers {easy}"
+
+
+def test_the_page_has_lists_variants_side_by_side_and_grids(report, folder):
+    windows_figure.main([f"--folder={folder}"])
+    page = results_page.render(folder)
+    assert "| cache | spec | stored bits | cache KiB | as it is | key outliers | value outliers |" in page
+    assert "| cache | spec | stored bits | the paper's count | perplexity |" in page
+    grid = report.of("C")
+    for variant, rows in itertools.groupby(grid, key=lambda row: row.variant):
+        cells = " | ".join(f"{row.perplexity:.2f} ({row.kl:.4f})" for row in rows)
+        assert f"| {variant}: w_recent | 0 | 32 |\n| --- | --- | --- |\n| KIVI | {cells} |" in page
+    assert f"]({windows_figure.FILE.removesuffix('.json')}.png)" in page
+
+
+def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        quality.main(["kvquant", *TEXTS, "--windows=1000", f"--json={tmp_path / 'none.json'}"])
+    assert stopped.value.code == 2
+    assert "fewer than 1000 windows" in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize("name", quality.SUITES)
+def test_every_entry_of_a_suite_is_a_cache_with_a_place_of_its_own(name):
+    for comparison in quality.SUITES[name]().comparisons:
+        for entry in comparison.entries:
+            kvq.parse(entry.cache)
+            assert len(entry.cells) == len(comparison.heads), f"{comparison.title}: {entry}"
+        places = [(entry.cells, entry.column) for entry in comparison.entries]
+        assert len(set(places)) == len(places), f"{comparison.title} has two caches in one place"

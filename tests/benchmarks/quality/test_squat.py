@@ -1,0 +1,114 @@
+"""SQuat on the embedded model's activations, and the commands that measure it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from benchmarks import results_page
+from benchmarks.cpu import squat_prefill
+from benchmarks.cpu.timing import Report
+from benchmarks.quality import squat_subspace
+from benchmarks.quality.squat_subspace import SubspaceReport, before_rope, deviations, layer_inputs, score_error, tokens_of
+from kvq_models import EMBEDDED, load_llama
+
+PROMPT, TOTAL = 256, 384
+
+
+PASSAGE = "kvq_tools/cli/passage.txt"
+
+
+@functools.cache
+def embedded_layers(file: str = PASSAGE) -> list[kvq.LayerInputs]:
+    """What the embedded model's layers see of a text."""
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    text = (squat_subspace.ROOT / file).read_text(encoding="utf-8")
+    return layer_inputs(llama, np.asarray(tokenizer(text, verbose=False).input_ids[:TOTAL], np.int32))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_scores_of_later_queries_have_a_smaller_error_than_kivis_in_every_layer(bits: int):
+    """Where the paper's Figure 2 looks, at queries and keys before RoPE, with the paper's rank and lambda. The subspace is that of the
+    prompt's queries; a foreign one, of the same queries with their channels in another order, does not help."""
+    for i, inputs in enumerate(map(before_rope, embedded_layers())):
+        prompt, later = tokens_of(inputs, 0, PROMPT), inputs.q_rot[:, :, PROMPT:]
+        kivi, squat = (
+            score_error(later, prompt.k_rot, kvq.roundtrip(f"{name}:bits={bits}", prompt.k_rot, prompt.v, prompt.q_rot)[0])
+            for name in ("kivi", "squat")
+        )
+        assert squat < 0.95 * kivi, f"layer {i}: {squat:.4f}, and {kivi:.4f} with KIVI"
+        foreign = kvq.roundtrip(f"squat:bits={bits}", prompt.k_rot, prompt.v, prompt.q_rot[..., ::-1])[0]
+        assert score_error(later, prompt.k_rot, foreign) > squat, f"layer {i}: any subspace does"
+
+
+@pytest.mark.parametrize("text", [PASSAGE, "LICENSE"])
+def test_after_rope_they_have_once_the_subspace_is_turned_to_their_positions(text: str):
+    """Scores as the model makes them, of queries and keys after RoPE. The subspace of the prompt's queries where the prompt had them does
+    not hold for the positions that follow (README of the method); turned there, it does, and queries that never were do not help."""
+    options = f"rank=64,block_channels=8,ahead={TOTAL - PROMPT}"
+    specs = {"turned": f"squat:{options}", "kivi": "kivi", "as they are": "squat:rank=64,block_channels=8"}
+    ratios: dict[str, list[float]] = {"turned": [], "as they are": [], "foreign": []}
+    for inputs in embedded_layers(text):
+        prompt, later = tokens_of(inputs, 0, PROMPT), inputs.q_rot[:, :, PROMPT:]
+        assert prompt.q_pre is not None
+        foreign = dataclasses.replace(prompt, q_pre=prompt.q_pre[..., ::-1])
+        coded = {name: kvq.roundtrip_layer(spec, prompt)[0] for name, spec in specs.items()}
+        coded["foreign"] = kvq.roundtrip_layer(specs["turned"], foreign)[0]
+        errors = {name: score_error(later, prompt.k_rot, keys) for name, keys in coded.items()}
+        for name in ratios:
+            ratios[name].append(errors[name] / errors["kivi"])
+    means = {name: float(np.exp(np.mean(np.log(found)))) for name, found in ratios.items()}
+    assert means["turned"] < 0.95, f"errors relative to KIVI's, by layer: {ratios}"
+    assert max(ratios["turned"][1:]) < 0.95, f"by layer: {ratios}"  # the first layer, wired by hand, gains nothing
+    assert ratios["turned"][0] < 1.03, f"by layer: {ratios}"
+    assert means["as they are"] > 0.98, f"turning them is not what helps: {means}"
+    assert means["foreign"] > 0.98, f"any subspace does: {means}"
+
+
+def test_deviation_falls_with_the_rank_to_zero_and_is_zero_inside():
+    inputs = before_rope(embedded_layers()[1])
+    prompt, later = tokens_of(inputs, 0, PROMPT), inputs.q_rot[:, :, PROMPT:]
+    found = deviations(prompt.q_rot, later, 2)
+    assert (np.diff(found) <= 1e-6).all()
+    assert found[-1] < 1e-2 < 0.3 < found[0] < 1
+    narrow = prompt.q_rot.at[..., 8:].set(0)  # 8 dimensions
+    assert deviations(narrow, narrow, 2)[7] < 1e-2 < deviations(narrow, narrow, 2)[3]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("results")
+    small = ["--quick", "--head-dim", "32", "--kv-heads", "2", "--group", "2", "--cache", "kivi", "squat"]
+    squat_prefill.main([*small, "--json", str(folder / "squat_prefill_cpu.json")])
+    return folder
+
+
+def test_the_prefill_benchmark_has_a_row_for_each_cache(results: pathlib.Path):
+    report = Report.read(results / "squat_prefill_cpu.json")
+    assert [row.implementation for row in report.rows] == ["kivi", "squat"]
+    assert all(row.error < 1e-4 for row in report.rows)
+    assert report.rows[1].cache_bytes > report.rows[0].cache_bytes, "the matrices take memory"
+
+
+def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp_path: pathlib.Path):
+    report = SubspaceReport.read(results_page.RESULTS / "squat_subspace.json")
+    report.write(tmp_path / "squat_subspace.json")
+    assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
+    squat_subspace.draw(report).savefig(tmp_path / "plot.png")
+    page = results_page.render(tmp_path)
+    assert f"{report.ratio('squat', 5, 1e-3):.2f}" in page
+    assert f"{report.deviation('prompt', False)[0]:.2f}" in page
+    assert f"| `kivi` | {report.predictions[1].nats:.3f} |" in page
+
+
+def test_a_short_text_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "short.txt").write_text("It was a dark and stormy night.", encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        squat_subspace.main(["--json", str(tmp_path / "out.json"), "--text", str(tmp_path / "short.txt")])
+    assert stop.value.code == 2
+    assert "short.txt must have 1536 tokens" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""Fixtures of several folders: `kvq` run in this process, from its arguments to its exit code; a small model to run it on; a calibration.
+
+The project's packages are imported inside of the fixtures: pytest reads this file before it installs the hook that checks shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*arguments) -> (exit code, stdout, stderr)."""
+
+    from kvq_tools.cli import main
+
+    def call(*arguments):
+        code = main.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    def call(*arguments):
+        code, out, err = run(*arguments, "--json")
+        assert code == 0, f"{arguments} failed: {err}"
+        return json.loads(out)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
+    from kvq_models import save_llama
+    from tests.kvq_models.checkpoints import PROMPT, random_llama, tiny_config
+    from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+
+    directory = tmp_path_factory.mktemp("model")
+    fields = {"vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 256}
+    save_llama(random_llama(tiny_config(**fields)), directory)
+    save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bare(model, tmp_path_factory):
+    """The same model without its tokenizer."""
+    directory = tmp_path_factory.mktemp("bare")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The work directory of a finished run."""
+    from tests.kvq_models import calibration_runs
+
+    directory = tmp_path_factory.mktemp("calibration") / "work"
+    calibration_runs.run(directory)
+    return directory
+
+
+@pytest.fixture
+def file(work, tmp_path):
+    from kvq_models import save_calibration
+    from tests.kvq_models import calibration_runs
+
+    path = tmp_path / "f.safetensors"
+    save_calibration(calibration_runs.run(work), path)
+    return path

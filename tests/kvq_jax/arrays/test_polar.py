@@ -1,0 +1,234 @@
+"""PolarQuant's codes against its public implementation (a slice in tests/golden/), and what the polar form must never do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.arrays import polar_array
+from kvq_jax.arrays.packing import unpack
+from kvq_jax.arrays.polar_array import PolarFormat
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.methods.polarquant.method import PolarCodec
+from tests.kvq_jax.layer_runs import CAPACITY, agrees, attend_reference, decode, empty, prefill, row_errors, sequences
+from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
+
+NAME = "polarquant_m4n4_g128"
+FORMAT = PolarFormat(4, 4, 64, 128, 128, cut="fixed", scale_dtype="float32")
+
+
+def codes_of(body: polar_array.Polar) -> np.ndarray:
+    return np.asarray(unpack(body.words, body.format.layout))
+
+
+def round_trip(rows: np.ndarray, format: PolarFormat) -> np.ndarray:
+    return np.asarray(polar_array.dequantize(polar_array.quantize(jnp.asarray(rows), format)))
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def test_grouped_codes_match_the_public_code():
+    data = golden(NAME)
+    body = polar_array.quantize(jnp.asarray(data["K"]), FORMAT)
+    expected = data["indices"].reshape(codes_of(body).shape)
+    compare_codes(codes_of(body) >> 4, expected >> 4)
+    compare_codes(codes_of(body) & 15, expected & 15)
+    for name, stored in (("rscale", body.radius_scale), ("rmn", body.radius_zero), ("tscale", body.angle_scale), ("tmn", body.angle_zero)):
+        np.testing.assert_allclose(np.asarray(stored), data[name][:, :, :, 0], rtol=1e-5, atol=1e-6, err_msg=name)
+    same = codes_of(body) == expected
+    pairs = np.concatenate([same, same], axis=-1)
+    found = np.asarray(polar_array.dequantize(body))
+    compare_numbers(found[pairs], data["k_deq"][pairs])
+    with pytest.raises(AssertionError):
+        compare_numbers(-found, data["k_deq"])
+
+
+def test_scores_are_those_of_the_public_code():
+    data = golden(NAME)
+    k_hat = round_trip(data["K"], FORMAT)
+    scores = np.einsum("bgqh,bksh->bgqs", data["q"], k_hat)
+    np.testing.assert_allclose(scores, data["qk_unscaled"], rtol=1e-3, atol=2e-2)
+
+
+def test_the_papers_first_formulas_with_their_sign_corrected():
+    data, format = golden(NAME), dataclasses.replace(FORMAT, grid="global")
+    step = jnp.asarray(data["v1_sj"])
+    body = polar_array.quantize(jnp.asarray(data["K"]), format, step)
+    compare_codes(codes_of(body) >> 4, data["v1_qr"])
+    off = (codes_of(body) & 15).astype(int) - data["v1_qtheta"].astype(int)
+    assert (np.abs((off + 8) % 16 - 8) <= 1).all(), "an angle is off by more than one step"
+    assert (off != 0).mean() <= 1e-3
+    same = np.tile((off == 0) & (codes_of(body) >> 4 == data["v1_qr"]), 2)
+    compare_numbers(np.asarray(polar_array.dequantize(body, step))[same], data["v1_deq_minus_pi"][same])
+
+
+@pytest.mark.parametrize("grid", ["grouped", "global"])
+@pytest.mark.parametrize("bits", [(4, 4), (4, 2), (3, 2), (3, 3), (2, 1)])
+def test_a_round_trip_never_negates_a_key(bits: tuple[int, int], grid: str):
+    data = golden(NAME)["K"]
+    spec = f"polarquant:angle_bits={bits[0]},radius_bits={bits[1]},grid={grid}"
+    k_hat, _ = kvq.roundtrip(spec, jnp.asarray(data), jnp.asarray(data))
+    error = relative(np.asarray(k_hat), data)
+    assert error < 1, f"relative error {error:.2f}"
+    assert np.sum(np.asarray(k_hat) * data) > 0
+    assert relative(-np.asarray(k_hat), data) > 1, "a negated key would pass"
+
+
+def test_grouping_is_about_twice_as_accurate_as_the_first_version():
+    data = golden(NAME)["K"]
+    errors = {
+        grid: relative(np.asarray(kvq.roundtrip(f"polarquant:grid={grid}", data, data)[0]), np.asarray(data))
+        for grid in ("grouped", "global")
+    }
+    assert errors["grouped"] < 0.6 * errors["global"], errors
+
+
+def test_angles_around_zero_do_not_waste_the_circle():
+    """A group whose angles lie on both sides of the angle 0 has the error of one that does not."""
+    rng = np.random.default_rng(0)
+    radius, angle = rng.uniform(1, 2, (1, 1, 128, 32)), rng.normal(0, 0.2, (1, 1, 128, 32))
+    turned = np.exp(1j * 2.0)
+    pairs = radius * np.exp(1j * angle)
+
+    def error(pairs: np.ndarray, cut: str) -> float:
+        rows = np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
+        return relative(round_trip(rows, dataclasses.replace(FORMAT, cut=cut)), rows)
+
+    assert error(pairs, "gap") == pytest.approx(error(pairs * turned, "fixed"), rel=0.1)
+    assert error(pairs, "fixed") > 3 * error(pairs, "gap"), "the fixed cut wastes most of the circle here"
+    opposite = pairs * np.exp(1j * np.pi)  # around the other end of arctan2
+    assert error(opposite, "gap") == pytest.approx(error(pairs, "gap"), rel=0.1)
+
+
+def test_pairs_without_a_radius_widen_no_angle():
+    rng = np.random.default_rng(1)
+    pairs = np.exp(1j * (2 + rng.normal(0, 0.05, (1, 1, 128, 32))))
+    pairs[:, :, ::4] = 0  # arctan2(0, 0) is 0, far from 2
+    rows = np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
+    body = polar_array.quantize(jnp.asarray(rows), FORMAT)
+    assert np.asarray(body.angle_scale).max() * 16 < 0.5, "the range of angles holds those of pairs without a radius"
+    zeros = np.asarray(polar_array.dequantize(body))[:, :, ::4]
+    assert np.isfinite(zeros).all()
+    assert np.abs(zeros).max() <= 1 / 16, "a radius of 0 is read as more than one bin"
+    nothing = round_trip(np.zeros((1, 1, 128, 64), np.float32), FORMAT)
+    np.testing.assert_array_equal(nothing, 0)
+
+
+@pytest.mark.parametrize("cut", ["gap", "fixed"])
+def test_a_constant_group_decodes_to_its_value(cut: str):
+    row = np.random.default_rng(2).normal(size=64).astype(np.float32)
+    rows = np.broadcast_to(row, (1, 2, 128, 64))
+    np.testing.assert_allclose(round_trip(rows, dataclasses.replace(FORMAT, cut=cut)), rows, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_changes_no_other_token(bad: float):
+    rows = np.random.default_rng(3).normal(size=(1, 1, 128, 64)).astype(np.float32)
+    broken = rows.copy()
+    broken[0, 0, 7, 3] = bad
+    without = np.delete(rows, 7, axis=2)
+    expected = round_trip(np.concatenate([without, without[:, :, :1]], axis=2), FORMAT)[:, :, :-1]
+    found = round_trip(broken, FORMAT)
+    assert np.isfinite(found).all()
+    others = np.delete(found, 7, axis=2)
+    np.testing.assert_array_equal(others[..., [3, 35]], expected[..., [3, 35]])
+
+
+@pytest.mark.parametrize("grid", ["grouped", "global"])
+@pytest.mark.parametrize("bits", [(1, 3), (3, 2), (4, 4), (6, 2)])
+def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int], grid: str):
+    """Of one query row, which makes no key, and of three, against float64 keys from the codes and the formulas of the paper."""
+    rng = np.random.default_rng(4)
+    rows, q = (rng.normal(size=(2, 2, n, 32)).astype(np.float32) for n in (64, 3))
+    spec = f"polarquant:angle_bits={bits[0]},radius_bits={bits[1]},grid={grid},group_size=32"
+    codec = kvq.parse(spec).layer(0, CacheDims(1, 4, 2, 32, 64), 64, "float32").k
+    assert isinstance(codec, PolarCodec)
+    step = jnp.asarray(rng.uniform(0.1, 0.5, (2, 2, 1, 16)), jnp.float32)
+    body = codec.encode((), step, jnp.asarray(rows), prefill=True)
+
+    codes = np.asarray(unpack(body.words, body.format.layout)).reshape(2, 2, -1, 32, 16)
+    angle, radius = (codes & (2 ** bits[0] - 1)).astype(np.float64), (codes >> bits[0]).astype(np.float64)
+    if grid == "global":
+        angle, radius = angle * 2 * np.pi / 2 ** bits[0] - np.pi, radius * np.asarray(step)[:, :, None]
+    else:
+        stored = (body.angle_scale, body.angle_zero, body.radius_scale, body.radius_zero)
+        scale, zero, r_scale, r_zero = (np.asarray(s, np.float64)[:, :, :, None] for s in stored if s is not None)
+        angle, radius = (angle + 0.5) * scale + zero, (radius + 0.5) * r_scale + r_zero
+    parts = [(radius * f(angle)).reshape(2, 2, 64, 16) for f in (np.cos, np.sin)]
+    wanted = np.einsum("bkrh,bkth->bkrt", q, np.concatenate(parts, axis=-1))
+
+    def compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+        np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(wanted).max(), err_msg=name)
+
+    positions = jnp.zeros((1, 1), jnp.int32)
+    three = np.asarray(codec.scores((), step, jnp.asarray(q), body, positions, None))
+    ones = [np.asarray(codec.scores((), step, jnp.asarray(q[:, :, r : r + 1]), body, positions, None)) for r in range(3)]
+    compare("keys", three, wanted)
+    compare("products", np.concatenate(ones, axis=2), wanted)
+    compare("decoded", np.einsum("bkrh,bkth->bkrt", q, np.asarray(codec.decode((), step, body))), wanted)
+    turned = np.concatenate([q[..., 16:], -q[..., :16]], axis=-1)  # q . k turned by a quarter
+    with pytest.raises(AssertionError):
+        compare("turned", np.asarray(codec.scores((), step, jnp.asarray(turned[:, :, :1]), body, positions, None)), wanted[:, :, :1])
+
+
+@pytest.mark.parametrize("grid", ["grouped", "global"])
+def test_one_query_head_per_kv_head_attends_as_by_definition(grid: str):
+    """A decoding step whose query rows look up their products; other tests of caches have several rows for each KV head."""
+    dims, lengths = CacheDims(1, 2, 2, 32, 64), np.array([CAPACITY, 37], np.int32)
+    plan, state = empty(f"polarquant:group_size=16,grid={grid}", 2, dims)
+    tokens, start = sequences(2, dims), lengths - 1
+    _, state, _ = prefill(plan, (), state, tokens.window(np.zeros(2, np.int32), start, CAPACITY), ())
+    inputs = tokens.window(start, lengths, 1)
+    out, state, _ = decode(plan, (), state, inputs, ())
+    seen = jnp.asarray(np.arange(plan.regions.capacity)[None, None] < lengths[:, None, None])
+
+    def attended(tokens_seen: jnp.ndarray) -> np.ndarray:
+        return np.asarray(attend_reference(plan, (), state, jnp.asarray(lengths), inputs, tokens_seen, ()))
+
+    everything, want = np.ones(out.shape[:3], bool), attended(seen)
+    assert agrees(np.asarray(out), want, 1e-5, everything), f"worst relative error {row_errors(np.asarray(out), want).max():.1e}"
+    assert not agrees(attended(jnp.roll(seen, -16, axis=2)), want, 1e-5, everything), "a token group less passes"
+
+
+@pytest.mark.parametrize(
+    ("spec", "stored"),
+    [
+        ("k=polarquant+v=dense", 4 + 4 * 16 / 256),
+        ("k=polarquant:preset=m4n2+v=dense", 3 + 4 * 16 / 128),
+        ("k=polarquant:angle_bits=3,radius_bits=3+v=dense", 3.25),
+        ("k=polarquant:grid=global+v=dense", 4),
+    ],
+)
+def test_codes_take_exactly_their_bits(spec: str, stored: float):
+    dims = CacheDims(1, 4, 2, 128, 256)
+    both = kvq.body_bits_per_element(spec, dims)
+    assert 2 * both - 16 == pytest.approx(stored, rel=1e-12)
+
+
+def test_an_odd_head_dim_has_no_pairs():
+    with pytest.raises(ValueError, match=r"\Ahead_dim 33 has no pairs"):
+        kvq.layout("polarquant", CacheDims(1, 4, 2, 33, 132), 1, 256)
+
+
+@pytest.mark.parametrize(
+    ("keys", "radii_only", "window", "printed"),
+    [
+        ("kivi:bits=4,group_size=32", 0, 128 / 2, 5.08),  # Tables 1 and 3: half of KIVI's residual is exact on average
+        ("polarquant:preset=paper-v1", 0, 128, 4.16),
+        ("kivi:bits=2,group_size=32", 0, 128 / 2, 3.08),  # Table 5
+        ("polarquant:preset=m4n2", 2, 64 / 2, 3.29),
+    ],
+)
+def test_actual_bits_are_those_of_the_paper(keys: str, radii_only: int, window: float, printed: float):
+    """Stored bits of the body, from the arrays, and 16 bits for the residual of a context of 12.2K tokens. Table 5 counts two of the four
+    parameters of a group."""
+    dims, context = CacheDims(1, 4, 2, 128, 256), 12.2 * 1024
+    body = 2 * kvq.body_bits_per_element(f"k={keys}+v=dense", dims) - 16
+    uncounted = radii_only * 16 / (2 * 64)
+    assert body - uncounted + 16 * window / context == pytest.approx(printed, abs=0.01)

@@ -1,0 +1,164 @@
+"""The uniform quantizers: error bounds, and groups that hold nothing ordinary."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvq_jax.arrays import uniform
+
+GROUP = 16
+SCHEMES = ("asym", "sym", "hybrid")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def quantized(x, scheme: str, bits: int, dtype: str):
+    """(codes, scale, zero, decoded) of rows of groups [rows, GROUP], zero written out."""
+    group = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme](x, bits, 1, jnp.dtype(dtype))
+    if group.zero is None:
+        implied = -(2**bits - 1) * group.scale.astype(jnp.float32)
+        return group.codes, group.scale, implied, group.codes.astype(jnp.float32) * group.scale.astype(jnp.float32) + implied
+    return group.codes, group.scale, group.zero, uniform.dequantize(group)
+
+
+def groups(count: int = 64, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(count, GROUP)) * 10.0 ** rng.integers(-3, 3, (count, 1)) + rng.normal(size=(count, 1))).astype(np.float32)
+
+
+def decoded(x: np.ndarray, scheme: str = "asym", bits: int = 2, dtype: str = "float32") -> np.ndarray:
+    return np.asarray(quantized(jnp.asarray(x, jnp.float32), scheme, bits, dtype)[3])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_half_a_step_inside_the_stored_range(scheme: str, dtype: str):
+    x = groups()
+    for bits in (2, 4):
+        codes, scale, zero, x_hat = (np.asarray(a, np.float64) for a in quantized(jnp.asarray(x), scheme, bits, dtype))
+        top = 2**bits - 1 if scheme == "asym" else 2 * (2**bits - 1)
+        assert codes.min() >= 0
+        assert codes.max() <= top
+        # Rounding scale or zero to 16 bits moves the ends of the range: an entry beyond them is as far off as the end moved.
+        # The zero of a symmetric group of a hybrid body is rounded after the codes are chosen.
+        high = zero + scale * (codes.max(axis=1, keepdims=True) if scheme == "hybrid" else top)
+        outside = np.maximum(np.maximum(zero - x, x - high), 0)
+        rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(zero) if scheme == "hybrid" else 0
+        slack = 1e-5 * (np.abs(x).max(axis=1, keepdims=True) + np.abs(zero))
+        excess = np.abs(x_hat - x) - (scale / 2 + outside + rounding + slack)
+        assert excess.max() <= 0, f"{bits=}: {excess.max()} too much"
+        if scheme != "hybrid":
+            moved = float(jnp.finfo(dtype).eps) * (top * scale + np.abs(zero)) + slack
+            assert (outside <= moved).all(), f"{bits=}: the stored range misses an entry by {outside.max()}"
+
+
+def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The distance from a stored number to the next one, fp64."""
+    return np.abs(np.spacing(np.asarray(x).astype(jnp.dtype(dtype))).astype(np.float64))
+
+
+def far_groups() -> np.ndarray:
+    """Groups far from zero for their width, constant ones and tiny ones, and some that leave float16's range."""
+    rng = np.random.default_rng(4)
+    centre = np.array([0, 1e-6, 0.3, 100.03, -100.03, 2049, 30000, -32752, 60000], np.float32)[:, None, None]
+    width = np.array([0, 1e-7, 1e-3, 0.02, 1, 50], np.float32)[None, :, None]
+    return (centre + width * rng.uniform(-1, 1, (9, 6, GROUP))).reshape(-1, GROUP).astype(np.float32)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_at_most_half_a_step_or_what_rounding_moved_the_range(scheme: str, dtype: str):
+    given = far_groups()
+    limit = uniform.saturation_limit(jnp.dtype(dtype))
+    x = np.clip(given, -limit, limit).astype(np.float64)
+    for bits in (1, 2, 4, 8):
+        scale, zero, found = (np.asarray(a, np.float64) for a in quantized(jnp.asarray(given), scheme, bits, dtype)[1:])
+        top = 2**bits - 1 if scheme == "asym" else 2 * (2**bits - 1)
+        of_zero = 0 if scheme == "sym" else ulp(zero, dtype) / 2
+        ends = of_zero + top * ulp(scale, dtype) / 2
+        after = of_zero if scheme == "hybrid" else 0
+        bound = np.maximum(scale / 2, ends) + after + 4e-7 * (np.abs(x) + np.abs(zero))  # of arithmetic in fp32
+        assert (np.abs(found - x) <= bound).all(), f"{bits=}: {(np.abs(found - x) - bound).max()} too much"
+
+
+def test_a_rounded_zero_can_cost_more_than_half_a_step():
+    x = 100.03 + np.linspace(0, 0.02, GROUP, dtype=np.float32)[None]
+    _, scale, _, found = (np.asarray(a, np.float64) for a in quantized(jnp.asarray(x), "asym", 2, "float16"))
+    assert 0.02 < np.abs(found - x).max() < 0.0625 / 2 + scale.max() / 2, "half an ulp of 100 in float16 is 1/32"
+    assert scale.max() / 2 < 0.0034
+    constant = np.full((1, GROUP), 100.03, np.float32)
+    np.testing.assert_array_equal(decoded(constant, dtype="float16"), 100.0)
+    np.testing.assert_array_equal(decoded(constant), constant)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_hybrid_is_never_worse_than_either_scheme(bits: int):
+    x = np.concatenate([groups(), np.abs(groups(seed=1)), groups(seed=2) + 5])
+    hybrid, asym, sym = (np.abs(decoded(x, scheme, bits) - x).sum(axis=1) for scheme in ("hybrid", "asym", "sym"))
+    slack = 1e-6 * np.abs(x).sum(axis=1)
+    assert (hybrid <= np.minimum(asym, sym) + slack).all()
+    assert (asym < sym - slack).any()
+    assert (sym < asym - slack).any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_groups_decode_to_zero(scheme: str, dtype: str):
+    np.testing.assert_array_equal(decoded(np.zeros((2, GROUP)), scheme, 2, dtype), 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_constant_group_decodes_to_its_value(scheme: str):
+    values = np.array([[1.5], [-0.25], [1e-4], [1000.0]], np.float32)
+    x = np.broadcast_to(values, (4, GROUP))
+    np.testing.assert_allclose(decoded(x, scheme), x, rtol=1e-6)
+    np.testing.assert_allclose(decoded(x, scheme, dtype="float16"), x, rtol=2e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_entries_that_are_not_finite_leave_the_others_alone(scheme: str):
+    clean = np.linspace(-1, 2, GROUP, dtype=np.float32)[None]
+    for bad, stands_for in ((np.inf, clean.max()), (-np.inf, clean.min()), (np.nan, 0.0)):
+        spoilt = np.concatenate([clean, clean])
+        spoilt[0, 5] = bad
+        spoilt[1, 5] = np.clip(stands_for, clean.min(), clean.max())
+        codes, scale, zero, x_hat = (np.asarray(a) for a in quantized(jnp.asarray(spoilt), scheme, 3, "float32"))
+        np.testing.assert_array_equal(codes[0], codes[1], err_msg=f"{bad}")
+        assert scale[0] == scale[1], f"{bad} enters the scale"
+        assert np.isfinite(x_hat).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_group_without_a_finite_entry_decodes_to_finite_numbers(scheme: str):
+    x = np.stack([np.full(GROUP, v, np.float32) for v in (np.nan, np.inf, -np.inf)])
+    np.testing.assert_array_equal(decoded(x, scheme), 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_outlier_is_kept_and_saturates_at_the_stored_range(scheme: str):
+    x = np.zeros((2, GROUP), np.float32)
+    x[0, 3], x[1, 3] = 30000.0, 1e30
+    found = decoded(x, scheme, 2, "float16")
+    np.testing.assert_allclose(found[:, 3], [30000.0, 32752.0], rtol=2e-3)
+    np.testing.assert_allclose(found[:, 4:], 0, atol=16)
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=GROUP, max_size=GROUP), st.sampled_from(SCHEMES), st.sampled_from([2, 4]))
+def test_decoding_codes_again_gives_the_same_numbers(values: list[float], scheme: str, bits: int):
+    once = decoded(np.array([values], np.float32), scheme, bits)
+    again = decoded(once, scheme, bits)
+    scale = np.abs(once).max() + 1e-30
+    assert np.abs(again - once).max() <= 1e-5 * scale
+
+
+def test_rounding_is_half_to_even():
+    x = np.array([[0.0, 0.5, 1.5, 2.5, 3.0] + [0.0] * (GROUP - 5)], np.float32)  # scale 1
+    codes = np.asarray(quantized(jnp.asarray(x), "asym", 2, "float32")[0])
+    np.testing.assert_array_equal(codes[0, :5], [0, 0, 2, 2, 3])

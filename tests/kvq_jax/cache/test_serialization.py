@@ -1,0 +1,209 @@
+"""Saved caches: bit-exact round trips, and files that are refused with one line that says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import plans
+from tests.kvq_jax.cache_runs import DIMS, LENGTHS, filled
+from tests.methods_table import MethodCase, cases
+
+SPEC = "kivi:sink=2,recent=12,block=16"
+ONE_LINE = r"\A[^\n]*{}[^\n]*\Z"
+
+
+def assert_equal(found: kvq.Cache, expected: kvq.Cache) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert one.dtype == other.dtype, name
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
+
+
+@cases()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_path: pathlib.Path):
+    cache = filled(case.spec, LENGTHS) if dtype == "float32" else random_cache(case.spec)
+    kvq.save_cache(cache, tmp_path / "c.safetensors")
+    found = kvq.load_cache(tmp_path / "c.safetensors", spec=case.spec, config=DIMS, capacity=cache.capacity, dtype=dtype)
+    assert_equal(found, cache)
+    with pytest.raises(AssertionError):
+        assert_equal(dataclasses.replace(found, lengths=found.lengths + 1), cache)
+
+
+def random_cache(spec: str) -> kvq.Cache:
+    """A bfloat16 cache of random bits, NaN among them: nothing may be converted on the way."""
+    rng = np.random.default_rng(0)
+
+    def bits(leaf):
+        raw = rng.integers(0, 256, leaf.size * leaf.dtype.itemsize).astype(np.uint8)
+        return jnp.asarray(raw.view(leaf.dtype).reshape(leaf.shape))
+
+    cache = jax.tree.map(bits, kvq.init_cache(spec, DIMS, 2, 40, "bfloat16"))
+    return dataclasses.replace(cache, lengths=jnp.array([3, 40], jnp.int32))
+
+
+def test_skipped_layers_are_saved(tmp_path: pathlib.Path):
+    cache = filled("kivi:sink=0,recent=12,block=16,skip_layers=1", LENGTHS)
+    kvq.save_cache(cache, tmp_path / "c.safetensors")
+    assert_equal(kvq.load_cache(tmp_path / "c.safetensors"), cache)
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("spec", {"spec": "kivi:bits=4,sink=2,recent=12,block=16"}),
+        ("dims", {"config": dataclasses.replace(DIMS, hidden_size=64)}),
+        ("capacity", {"capacity": 91}),
+        ("dtype", {"dtype": "float16"}),
+        ("model_fingerprint", {"model_fingerprint": "b"}),
+        ("parameters_fingerprint", {"parameters_fingerprint": "p"}),
+    ],
+)
+def test_a_cache_of_something_else_is_refused_by_name(field: str, expected: dict, tmp_path: pathlib.Path):
+    path = tmp_path / "c.safetensors"
+    kvq.save_cache(filled(SPEC, LENGTHS), path, model_fingerprint="a")
+    kvq.load_cache(path, model_fingerprint="a", parameters_fingerprint="")
+    with pytest.raises(ValueError, match=ONE_LINE.format(f"another {field}: ")):
+        kvq.load_cache(path, **expected)
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "c.safetensors"
+    kvq.save_cache(filled(SPEC, LENGTHS), path)
+    return path
+
+
+def rewritten(path: pathlib.Path, tensors: dict | None = None, header: dict | None = None) -> pathlib.Path:
+    """The file with tensors replaced (None: removed) and header fields changed."""
+    with safe_open(path, framework="numpy") as file:
+        held = {name: file.get_tensor(name) for name in file.keys()} | (tensors or {})  # noqa: SIM118  # a safetensors file is no mapping
+        fields = file.metadata() | (header or {})
+    save_file({k: v for k, v in held.items() if v is not None}, path, metadata={k: v for k, v in fields.items() if v is not None})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"lengths": np.zeros(9, np.int32)}, r"tensor lengths is int32\[9\], expected int32\[8\]"),
+        ({"lengths": np.zeros(8, np.float32)}, r"tensor lengths is float32\[8\], expected int32\[8\]"),
+        ({"lengths": np.full(8, 91, np.int32)}, "lengths are not between 0 and the capacity 90"),
+        ({"lengths": np.full(8, -1, np.int32)}, "lengths are not between 0"),
+        ({"lengths": None}, "tensor lengths is missing"),
+        ({"extra": np.zeros(3, np.int8)}, "tensor extra is unknown"),
+        ({"layers.1.ring.v": np.zeros((8, 2, 28, 31), np.float32)}, "tensor layers.1.ring.v is float32"),
+    ],
+)
+def test_tensors_that_the_header_does_not_promise_are_refused(tensors: dict, message: str, saved: pathlib.Path):
+    with pytest.raises(ValueError, match=ONE_LINE.format(message)):
+        kvq.load_cache(rewritten(saved, tensors))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"format": None}, "not a saved cache"),
+        ({"format_version": "2"}, "format_version='2'"),
+        ({"spec": "kivvi"}, "spec='kivvi'"),
+        ({"spec": "innerq"}, "tensor "),
+        ({"dims": "[1"}, "dims="),
+        ({"dims": json.dumps(dataclasses.asdict(DIMS) | {"num_hidden_layers": 10**9})}, "dims="),
+        ({"dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": -32})}, "dims="),
+        ({"dims": json.dumps({"layers": 2})}, "dims="),
+        ({"batch": "0"}, "batch=0"),
+        ({"capacity": "1e3"}, "capacity='1e3'"),
+        ({"capacity": str(10**15)}, "tensor "),
+        ({"dtype": "float99"}, "dtype='float99'"),
+        ({"dims": "[" * 100_000}, "dims="),
+        ({"spec": "kivi:skip_layers=0-999999999999"}, "spec='kivi:skip_layers=0-999999999999'"),
+        ({"spec": "kivi:bits=8@50-60/2"}, "kivi:bits names layer 60"),
+        ({"spec": "kivi:block=1000000007"}, "tensor "),
+        ({"spec": "kivi", "dims": json.dumps(dataclasses.asdict(DIMS) | {"head_dim": 1})}, "tensor "),
+    ],
+)
+def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
+    with pytest.raises(ValueError, match=ONE_LINE.format(message)):
+        kvq.load_cache(rewritten(saved, header=header))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 5000, -1])
+def test_a_truncated_file_is_refused(keep: int, saved: pathlib.Path):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=ONE_LINE.format("not a readable safetensors file")):
+        kvq.load_cache(saved)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path):
+    (tmp_path / "text").write_text("hello " * 100)
+    with pytest.raises(ValueError, match=ONE_LINE.format("not a readable safetensors file")):
+        kvq.load_cache(tmp_path / "text")
+    save_file({"a": np.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=ONE_LINE.format("not a saved cache")):
+        kvq.load_cache(tmp_path / "other.safetensors")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        kvq.load_cache(tmp_path / "nothing")
+
+
+def test_a_failed_save_leaves_the_old_file(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    before = saved.read_bytes()
+
+    def fail(*args, **kwargs):
+        pathlib.Path(args[1]).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("kvq_jax.cache.serialization.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        kvq.save_cache(filled("dense:sink=2,recent=5,block=8", LENGTHS), saved)
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name], "a temporary file is left behind"
+
+
+def test_a_new_file_has_the_mode_that_the_umask_asks_for(tmp_path: pathlib.Path):
+    old = os.umask(0o027)
+    try:
+        kvq.save_cache(filled(SPEC, LENGTHS), tmp_path / "c.safetensors")
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(old)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"c.safetensors": 0o640, "plain": 0o640}
+
+
+def test_a_header_that_a_method_stumbles_over_is_refused(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    for error in (IndexError("tuple index out of range"), ZeroDivisionError("integer modulo by zero")):
+
+        def stumble(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(kvq.METHODS["kivi"], "codec", stumble)
+        plans.cache_clear()
+        with pytest.raises(ValueError, match=ONE_LINE.format("the header does not describe a cache")):
+            kvq.load_cache(saved)
+
+
+def test_fingerprints_tell_trees_apart():
+    tree = {"a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "b": jnp.ones((), jnp.bfloat16)}
+    found = kvq.fingerprint(tree)
+    assert found == kvq.fingerprint(jax.tree.map(np.asarray, tree))
+    assert len(found) == 64
+    others = (
+        tree | {"a": tree["a"].reshape(3, 2)},
+        tree | {"a": tree["a"].at[1, 2].add(1e-6)},
+        tree | {"b": jnp.ones((), jnp.float16)},
+        {"a": tree["a"]},
+    )
+    assert len({found, *(kvq.fingerprint(other) for other in others)}) == 5

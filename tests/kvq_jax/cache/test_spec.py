@@ -1,0 +1,242 @@
+"""The spec grammar: parse(str(spec)) == spec, one spelling per meaning, errors that list what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvq_jax as kvq
+from kvq_jax.arrays.grouped_array import divisors
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.methods.base import Method, PerLayer
+from kvq_jax.methods.dense import DenseCodec
+from kvq_jax.methods.innerq import InnerQ
+from tests.methods_table import MethodCase, cases
+
+DIMS = CacheDims(4, 4, 2, 64, 256)
+ONE_LINE = r"\A[^\n]+\Z"
+
+
+def values(field: dataclasses.Field) -> st.SearchStrategy:
+    """Values of one option, as its declaration allows them."""
+    choices = field.metadata["choices"]
+    if field.metadata["per_layer"]:
+        one = st.sampled_from(choices)
+        ranges = st.lists(
+            st.tuples(one, st.integers(0, 9), st.integers(0, 9)).map(lambda r: (r[0], r[1], r[1] + r[2])), min_size=1, max_size=3
+        )
+        return one | st.builds(PerLayer, ranges.map(tuple), one)
+    if choices:
+        return st.sampled_from(choices)
+    if isinstance(field.default, float):
+        return st.floats(min_value=0, allow_infinity=False)
+    return st.booleans() if isinstance(field.default, bool) else st.sampled_from([0, 8, 16, 32])
+
+
+def method(kind: type[Method]) -> st.SearchStrategy[Method]:
+    """Options that stand for others are drawn without them."""
+    drawn = {f.name: values(f) for f in dataclasses.fields(kind)}
+    given = [{f: drawn[f] for f in drawn if f not in others} for others in kind.replaces.values()]
+    left_out = {f: drawn[f] for f in drawn if f not in kind.replaces}
+    return st.one_of([st.builds(kind, **options) for options in (left_out, *given)])
+
+
+def methods(keys: bool = True) -> st.SearchStrategy[Method]:
+    return st.one_of([method(kind) for kind in kvq.METHODS.values() if keys or not kind.keys_only])
+
+
+def specs() -> st.SearchStrategy[kvq.CacheSpec]:
+    tokens = st.integers(0, 200)
+    layers = st.sets(st.integers(0, 40)).map(lambda s: tuple(sorted(s)))
+    rest = (tokens, tokens, st.integers(1, 128), layers, st.booleans())
+    alone = st.builds(lambda m, *rest: kvq.CacheSpec(m, m, *rest), methods(), *rest)
+    return alone | st.builds(kvq.CacheSpec, methods(), methods(keys=False), *rest)
+
+
+@given(specs())
+def test_parse_inverts_str(spec: kvq.CacheSpec):
+    assert kvq.parse(str(spec)) == spec
+    assert hash(kvq.parse(str(spec))) == hash(spec)
+
+
+@cases()
+def test_the_text_of_a_spec_is_stable(case: MethodCase):
+    spec = kvq.parse(case.spec)
+    assert kvq.parse(str(spec)) == spec
+    assert str(kvq.parse(str(spec))) == str(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("kivi:bits=2", "kivi"),
+        (" kivi : bits=4 , recent=32 ".replace(" : ", ":"), "kivi:bits=4,recent=32"),
+        ("innerq:normalize=TRUE", "innerq"),
+        ("innerq:group_size=16", "innerq:group_size=16"),
+        ("dense:block=1", "dense"),
+        ("k=kivi+v=kivi", "kivi"),
+        ("v=kivi+k=innerq", "k=innerq+v=kivi"),
+        ("kivi:skip_layers=3/0-1/2", "kivi:skip_layers=0-3"),
+        ("k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1", "k=kivi:bits=4+v=innerq+cache:sink=4,skip_layers=1"),
+        ("kivi:bits=4@0-2/2", "kivi:bits=4@0-2/2"),
+        ("int4:subtract_bias=True,pre_rope=true", "int4:pre_rope=true,subtract_bias=true"),
+        ("k=kivi+v=innerq+cache:subtract_bias=true", "k=kivi+v=innerq+cache:subtract_bias=true"),
+        ("kivi:subtract_bias=false", "kivi"),
+        ("squat:lam=1e+16", "squat:lam=1e+16"),
+        ("k=squat:lam=1e16+v=kivi+cache:sink=4", "k=squat:lam=1e+16+v=kivi+cache:sink=4"),
+        ("k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300", "k=kvquant:outliers=1e-05+v=squat:lam=2.5e+300"),
+        ("innerq:total_bits=0,bits=3", "innerq:bits=3"),
+        ("k=polarquant+v=dense", "k=polarquant+v=dense"),
+    ],
+)
+def test_one_spelling_per_meaning(text: str, canonical: str):
+    assert str(kvq.parse(text)) == canonical
+
+
+def test_equal_specs_hash_equal_and_jit_traces_once():
+    traces = []
+
+    def step(x, spec):
+        traces.append(spec)
+        return x + spec.block
+
+    jitted = jax.jit(step, static_argnames="spec")
+    for text in ("kivi:bits=4,recent=32", "kivi:recent=32,bits=4,block=32", "k=kivi:bits=4+v=kivi:bits=4+cache:recent=32"):
+        jitted(jnp.ones(2), spec=kvq.parse(text))
+    assert len(traces) == 1
+    jitted(jnp.ones(2), spec=kvq.parse("kivi:bits=2,recent=32"))
+    assert len(traces) == 2
+
+
+def test_a_cache_is_traced_once_for_equal_specs():
+    traces = []
+
+    @jax.jit
+    def touch(cache):
+        traces.append(cache.spec)
+        return cache.lengths + 1
+
+    for text in ("kivi:bits=2,recent=32", "kivi:recent=32"):
+        touch(kvq.init_cache(text, DIMS, 1, 40, "float32"))
+    assert len(traces) == 1
+
+
+def test_bits_and_skipped_layers_differ_by_layer():
+    spec = kvq.parse("kivi:bits=4@0/8@1-2/2,v_bits=0@3/3,skip_layers=2")
+    plans = kvq.layout(spec, DIMS, 1, 256).plans
+    assert [plan.k.format.bits for plan in plans if not isinstance(plan.k, DenseCodec)] == [4, 8, 2]
+    assert [plan.v.format.bits for plan in plans if not isinstance(plan.v, DenseCodec)] == [3, 3, 2]
+    assert isinstance(plans[2].k, DenseCodec)
+    assert isinstance(plans[2].v, DenseCodec)
+    assert plans[2].regions == plans[0].regions
+
+
+def test_a_mixed_cache_takes_the_larger_windows_and_the_common_block():
+    spec = kvq.parse("k=kivi:group_size=24+v=innerq:group_size=16")
+    assert (spec.sink, spec.recent, spec.block) == (32, 96, 48)
+
+
+def test_total_bits_count_the_sign():
+    spec = kvq.parse("innerq:total_bits=3")
+    assert spec.layer(0, DIMS, 64, "float32").k == InnerQ().codec("k", 0, DIMS, 32, "float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("kivvi", ("kivvi", "dense, kivi, innerq")),
+        ("kivi:bit=2", ("'bit'", "bits, k_bits, v_bits", "sink, recent, block, skip_layers")),
+        ("kivi:bits=7", ("bits=7", "2, 3, 4, 8")),
+        ("kivi:bits=4@0-2/7", ("bits=4@0-2/7", "2, 3, 4, 8")),
+        ("kivi:bits=two", ("bits=two", "2 | 3 | 4 | 8")),
+        ("innerq:mode=best", ("mode=best", "hybrid, sym, asym")),
+        ("innerq:normalize=maybe", ("normalize=maybe", "bool")),
+        ("kivi:bits", ("'bits'", "option=value")),
+        ("kivi:bits=2,bits=4", ("bits", "twice")),
+        ("kivi:group_size=-8", ("group_size=-8", "negative")),
+        ("kivi:block=0", ("block=0", "at least 1")),
+        ("kivi:recent=-1", ("recent=-1", "at least 0")),
+        ("kivi:skip_layers=a", ("skip_layers=a", "0-2/31")),
+        ("kivi:subtract_bias=1", ("subtract_bias=1", "true or false")),
+        ("k=kivi:subtract_bias=true+v=kivi", ("subtract_bias", "+cache:subtract_bias=true")),
+        ("k=kivi", ("both sides",)),
+        ("k=kivi+v=kivi+w=kivi", ("k=METHOD+v=METHOD",)),
+        ("k=kivi:recent=4+v=kivi", ("recent", "+cache:recent=4")),
+        ("k=kivi+v=kivi+cache:bits=2", ("'bits'", "sink, recent, block, skip_layers")),
+        ("", ("''", "dense, kivi, innerq")),
+        ("kivi:skip_layers=3-1", ("skip_layers=3-1", "no layer is in 3-1", "write 1-3")),
+        ("kivi:skip_layers=0/3-1/5", ("no layer is in 3-1",)),
+        ("kivi:skip_layers=1-", ("skip_layers=1- cannot be read",)),
+        ("kivi:bits=4@2-0/2", ("kivi:bits=4@2-0/2", "no layer is in 2-0", "write 0-2")),
+        ("kivi:skip_layers=0-999999999999", ("names layer 999999999999", "below 4096")),
+        ("kivi:bits=4@0-999999999999/2", ("names layer 999999999999", "below 4096")),
+        ("innerq:total_bits=3,bits=2", ("total_bits=3 stands for bits=2",)),
+        ("innerq:k_bits=3,total_bits=3", ("total_bits=3 stands for k_bits=3",)),
+        ("innerq:v_bits=3@0/2,total_bits=3", ("total_bits=3 stands for v_bits=3@0/2",)),
+        ("k=kivi+v=polarquant:radius_bits=2", ("v=polarquant", "write v=dense")),
+        ("k=polarquant+v=polarquant", ("v=polarquant", "write v=dense")),
+        ("kvquant:outliers=inf", ("outliers=inf", "finite")),
+        ("squat:lam=nan", ("lam=nan", "finite")),
+    ],
+)
+def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[str, ...]):
+    with pytest.raises(ValueError, match=ONE_LINE) as error:
+        kvq.parse(text)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("kivi:group_size=48,block=48", ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64")),
+        ("innerq:group_size=16,block=24", ("group_size=16", "block of tokens (24)")),
+        ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
+        ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
+        ("k=dense+v=innerq:v_bits=3@0/3@2-4/2", ("innerq:v_bits", "layer 4", "0 to 3")),
+        ("dense:subtract_bias=true", ("subtract_bias=true", "dense", "keeps keys exact")),
+        ("xquant:subtract_bias=true", ("subtract_bias=true", "xquant", "caches no keys")),
+        ("k=dense+v=kivi+cache:subtract_bias=true", ("subtract_bias=true", "keeps keys exact")),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[str, ...]):
+    with pytest.raises(ValueError, match=ONE_LINE) as error:
+        kvq.init_cache(spec, DIMS, 1, 64)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_a_spec_built_by_hand_is_checked_before_it_is_used():
+    polar, dense = (kvq.METHODS[name]() for name in ("polarquant", "dense"))
+    for spec, message in (
+        (kvq.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),
+        (kvq.CacheSpec(dense, dense, 0, 0, 0), "block=0 is too small"),
+    ):
+        with pytest.raises(ValueError, match=ONE_LINE) as error:
+            kvq.init_cache(spec, DIMS, 1, 64)
+        assert message in str(error.value)
+    kvq.init_cache(kvq.CacheSpec(polar, polar, 0, 0, 128), DIMS, 1, 64)
+
+
+def test_no_method_makes_a_block_of_nothing():
+    for name, kind in kvq.METHODS.items():
+        if "group_size" in {f.name for f in dataclasses.fields(kind)}:
+            spec = kvq.parse(f"{name}:group_size=0")
+            assert spec.block >= 1, name
+            assert kvq.init_cache(spec, DIMS, 1, 300).layers, name
+    polar = kvq.parse("polarquant:group_size=0").layer(0, DIMS, 300, "float32").k
+    assert polar == kvq.parse("polarquant").layer(0, DIMS, 300, "float32").k
+
+
+def test_divisors_of_a_large_block_are_listed_at_once():
+    assert divisors(48, 32) == (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    assert divisors(1_000_000_007) == (1, 1_000_000_007)
+
+
+@pytest.mark.parametrize(("batch", "capacity"), [(0, 8), (1, 0)])
+def test_empty_caches_are_refused(batch: int, capacity: int):
+    with pytest.raises(ValueError, match=f"{batch=}, {capacity=}"):
+        kvq.init_cache("dense", DIMS, batch, capacity)

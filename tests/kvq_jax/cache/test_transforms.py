@@ -1,0 +1,88 @@
+"""Layers and caches under jax transforms: eager, scan with a donated carry, vmap."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvq_jax as kvq
+from kvq_jax.cache.update import decode_layer
+from kvq_jax.layer.plan import LayerState
+from tests.kvq_jax.cache_runs import LENGTHS, filled
+from tests.kvq_jax.layer_runs import decode, empty, parameters_of, quick_jit, row_errors, run, sequences
+from tests.methods_table import MethodCase, cases
+
+
+def stacked(start: np.ndarray, count: int) -> kvq.LayerInputs:
+    """`count` single-token inputs on a new leading axis."""
+    tokens = sequences(seed=4)
+    return jax.tree.map(lambda *a: jnp.stack(a), *(tokens.window(start + i, start + i + 1, 1) for i in range(count)))
+
+
+def assert_same_state(found: LayerState, expected: LayerState) -> None:
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=jax.tree_util.keystr(path))
+
+
+@cases("kivi2", "innerq2")
+def test_a_donated_scan_carry_equals_single_steps(case: MethodCase):
+    plan, state = empty(case.spec)
+    start = np.full(8, 25, np.int32)
+    _, state = run(plan, state, sequences(), start, start)
+    inputs = stacked(start, 6)
+    one, outputs = state, []
+    for i in range(6):
+        out, one, _ = decode(plan, parameters_of(plan), one, jax.tree.map(lambda a, i=i: a[i], inputs), ())
+        outputs.append(out)
+
+    def steps(state, inputs):
+        return lax.scan(lambda s, i: decode_layer(plan, parameters_of(plan), s, i, ())[1::-1], state, inputs)
+
+    given = jax.tree.map(jnp.copy, state)
+    after, scanned = quick_jit(steps, donate_argnums=0)(given, inputs)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.size), "the donated state was copied, not reused"
+    assert_same_state(after, one)
+    assert row_errors(np.asarray(scanned), np.stack(outputs)).max() <= 1e-5
+    assert row_errors(np.asarray(scanned)[::-1], np.stack(outputs)).max() > 1e-2
+
+
+@cases("kivi4_group8", "innerq3_sym")
+def test_eager_equals_jit(case: MethodCase):
+    plan, state = empty(case.spec)
+    start = np.array([0, 1, 12, 23, 27, 28, 60, 89], np.int32)  # some rows age a block at this step
+    _, state = run(plan, state, sequences(), start, start)
+    inputs = sequences(seed=4).window(start, start + 1, 1)
+    out, after, _ = decode(plan, parameters_of(plan), state, inputs, ())
+    eager_out, eager_after, _ = decode_layer(plan, parameters_of(plan), state, inputs, ())
+    assert_same_state(eager_after, after)
+    assert row_errors(np.asarray(eager_out), np.asarray(out)).max() <= 1e-5
+
+
+def test_vmap_over_caches_equals_each_cache():
+    plan, state = empty("kivi:sink=2,recent=5,block=8", batch=2)
+    start = np.array([20, 31], np.int32)
+    states, inputs = [], []
+    for seed in (0, 1):
+        tokens = sequences(2, seed=seed)
+        states.append(run(plan, state, tokens, start, start)[1])
+        inputs.append(tokens.window(start, start + 1, 1))
+    single = [decode(plan, parameters_of(plan), s, i, ()) for s, i in zip(states, inputs, strict=True)]
+    stack = functools.partial(jax.tree.map, lambda *a: jnp.stack(a))
+    out, after, _ = quick_jit(jax.vmap(functools.partial(decode_layer, plan, ()), in_axes=(0, 0, None)))(stack(*states), stack(*inputs), ())
+    for i, (one_out, one_after, _) in enumerate(single):
+        assert_same_state(jax.tree.map(lambda a, i=i: a[i], after), one_after)
+        assert row_errors(np.asarray(out)[i], np.asarray(one_out)).max() <= 1e-5, f"cache {i}"
+
+
+@cases()
+def test_a_cache_survives_flattening_and_is_hashable_in_its_static_part(case: MethodCase):
+    cache = filled(case.spec, LENGTHS)
+    leaves, tree = jax.tree.flatten(cache)
+    again = jax.tree.unflatten(tree, leaves)
+    assert again.spec == cache.spec
+    assert hash(jax.tree.structure(again)) == hash(tree)
+    assert again.plans is cache.plans, "the plans of equal caches are made once"

@@ -1,0 +1,89 @@
+"""KVQuant against what its public implementation returns for the same numbers (a slice in tests/golden/): 48 tokens of 128 channels, keys
+with given thresholds, values with those of each token."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.codebook_array import LevelFormat
+from kvq_jax.arrays.codebooks import look_up, nearest_codes
+from kvq_jax.arrays.sparse_outliers import slots_per_side
+from kvq_jax.methods.kvquant.codec import KVQuantCodec
+from tests.kvq_jax.methods.test_golden import compare_numbers, golden
+
+WIDTH = 128
+UNCAPPED = 128  # a slot for every entry
+
+
+def codec_of(side: str, bits: int, slots: int, datatype: str = "nuq", qnorm: bool = False) -> KVQuantCodec:
+    group = None if side == "k" else ChannelGroup(1, WIDTH)
+    format = LevelFormat(bits, WIDTH, 1, group, slots, side == "k", "float32")
+    return KVQuantCodec(side, format, datatype, "fisher", 0.01, False, qnorm, pre_rope=False)  # type: ignore[arg-type]
+
+
+def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp.ndarray]:
+    stretched = jnp.asarray([1.05, -0.01], jnp.float32)
+    channels = {"scale": (upper - lower) / 2, "zero": (upper + lower) / 2, "lower": lower, "upper": upper}
+    found = {name: jnp.asarray(array)[None] for name, array in channels.items()}
+    return found | {"levels": jnp.asarray(golden("kvquant_nuq")[f"lut_b{bits}"]), "qnorm": stretched}
+
+
+def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np.ndarray]:
+    """(rows as the body returns them, how many outliers of each token had no slot)."""
+    data = golden("kvquant_nuq")
+    lower, upper = (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])  # of all tokens, not of the slice
+    params = parameters(bits, lower, upper)
+    codec = codec_of(side, bits, slots, **options)
+    body = codec.encode(params, (), jnp.asarray(data[side.upper()])[None, None], prefill=True)
+    dropped = np.zeros(len(data["K"])) if body.outliers is None or body.outliers.dropped is None else np.asarray(body.outliers.dropped)[0]
+    return np.asarray(codec.decode(params, (), body))[0, 0], dropped
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("side", ["k", "v"])
+class TestMatchesThePublicCode:
+    def test_with_outliers(self, side: str, bits: int):
+        expected = golden("kvquant_nuq")[f"{side}_deq_b{bits}"]
+        found, dropped = decoded(side, bits, UNCAPPED if side == "k" else 2)
+        assert not dropped.any()
+        compare_numbers(found, expected)
+        with pytest.raises(AssertionError):
+            compare_numbers(decoded(side, bits, 0)[0], expected)
+
+    def test_without_outliers(self, side: str, bits: int):
+        compare_numbers(decoded(side, bits, 0)[0], golden("kvquant_nuq")[f"{side}_deq_dense_b{bits}"])
+
+    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(self, side: str, bits: int):
+        slots = 2 * slots_per_side(0.01, WIDTH)
+        found, dropped = decoded(side, bits, slots)
+        expected = golden("kvquant_nuq")[f"{side}_deq_b{bits}"]
+        compare_numbers(found[dropped == 0], expected[dropped == 0])
+        assert side == "v" or 0 < (dropped > 0).sum() < len(dropped), "both kinds of tokens are needed"
+        for t in np.flatnonzero(dropped):
+            differing = (np.abs(found[t] - expected[t]) > 1e-5 * np.maximum(1, np.abs(expected[t]))).sum()
+            assert 0 < differing <= dropped[t], f"token {t} dropped {dropped[t]} outliers, {differing} entries differ"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_qnorm_and_uniform_levels_match_the_public_code(bits: int):
+    compare_numbers(decoded("k", bits, UNCAPPED, qnorm=True)[0], golden("kvquant_nuq")[f"k_deq_qnorm_b{bits}"])
+    compare_numbers(decoded("k", bits, UNCAPPED, datatype="int")[0], golden("kvquant_nuq")[f"k_deq_int_b{bits}"])
+
+
+def test_tokens_after_the_sink_are_coded_as_without_one():
+    """The public code leaves the first token out by overwriting it; here it never reaches a codec."""
+    data = golden("kvquant_nuq")
+    found, _ = decoded("k", 3, UNCAPPED)
+    compare_numbers(found[1:], data["k_deq_b3_sink1"][1:])
+    np.testing.assert_array_equal(data["k_deq_b3_sink1"][0], data["K"][0])
+
+
+def test_a_code_is_the_nearest_level_the_lower_one_on_a_tie():
+    levels = jnp.asarray([-1.0, -0.25, 0.25, 1.0])
+    y = jnp.asarray([-3.0, -0.7, -0.6, 0.0, 0.1, 0.9, 7.0])
+    codes = nearest_codes(y, levels)
+    assert codes.tolist() == [0, 0, 1, 1, 2, 3, 3]
+    np.testing.assert_array_equal(look_up(levels, codes), np.asarray(levels)[np.asarray(codes)])

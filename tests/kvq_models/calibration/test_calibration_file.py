@@ -1,0 +1,176 @@
+"""Calibrations as files and in prepared models: nothing that is not one for this model and cache is used as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import kvq_jax as kvq
+from kvq_models import load_calibration, prefill, prepare, save_calibration
+from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.llama import hf_names
+from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
+from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+
+# --- the file -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_back_the_calibration_bit_for_bit(work, file):
+    made, read = run(work), load_calibration(file, model(), SPEC)
+    assert dataclasses.replace(read, tensors={}) == dataclasses.replace(made, tensors={})
+    assert read.tensors.keys() == made.tensors.keys()
+    for name, tensor in made.tensors.items():
+        np.testing.assert_array_equal(read.tensors[name], tensor, err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize(
+    "spec", [f"{SPEC},skip_layers=1", f"{SPEC},sink=4,recent=32", f"{SPEC},qnorm=true", f"k={SPEC.removesuffix(',block=8')}+v=kivi:bits=2"]
+)
+def test_a_file_serves_caches_that_differ_in_windows_skipped_layers_or_the_other_side(spec, file):
+    read = load_calibration(file, model(), spec)
+    assert read.keys.keys() == needs(kvq.parse(spec), model().config).keys()
+    prepare(model(), spec, read)
+
+
+def changed(path, change):
+    """The file with its tensors and header changed."""
+    tensors = load_file(path)
+    with path.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))["__metadata__"]
+    change(tensors, header)
+    save_file(tensors, path, metadata=header)
+
+
+def without_layer(tensors, header):
+    for name in [name for name in tensors if name.startswith("layers.1.k")]:
+        del tensors[name]
+    header["keys"] = json.dumps({name: key for name, key in json.loads(header["keys"]).items() if name != "layers.1.k"})
+
+
+BROKEN = {
+    "missing tensor": (lambda t, h: t.pop("layers.1.v.levels"), "tensor layers.1.v.levels is missing"),
+    "missing layer": (without_layer, "lacks layers.1.k, which"),
+    "unknown tensor": (lambda t, h: t.update({"layers.0.k.more": np.ones(2)}), "tensor layers.0.k.more is unknown"),
+    "unknown layer": (lambda t, h: t.update({"layers.9.k.levels": np.ones(4)}), "tensor layers.9.k.levels is unknown"),
+    "odd name": (lambda t, h: t.update({"levels": np.ones(4)}), "tensor levels is unknown"),
+    "other shape": (lambda t, h: t.update({"layers.0.k.levels": np.ones(5, np.float32)}), "is float32[5], expected float32[4]"),
+    "other dtype": (lambda t, h: t.update({"layers.0.k.levels": np.ones(4)}), "is F64[4], expected float32[4]"),
+    "not finite": (lambda t, h: t["layers.1.k.scale"].__setitem__((0, 3), np.inf), "tensor layers.1.k.scale is not finite"),
+    "no calibration": (lambda t, h: h.clear() or h.update(format="pt"), "is not a calibration"),
+    "later version": (lambda t, h: h.update(format_version="2"), "format_version='2'"),
+    "no samples": (lambda t, h: h.pop("samples"), "header field samples=None"),
+    "odd dims": (lambda t, h: h.update(dims="[]"), "header field dims="),
+    "deep dims": (lambda t, h: h.update(dims="[" * 100_000), "header field dims="),
+    "deep keys": (lambda t, h: h.update(keys='{"a":' * 100_000), "header field keys="),
+    "odd keys": (lambda t, h: h.update(keys="7"), "header field keys="),
+    "other dims": (
+        lambda t, h: h.update(dims=h["dims"].replace('"head_dim": 16', '"head_dim": 32')),
+        "another model: head_dim 32, and this model has 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_refused_by_name(case, file):
+    change, message = BROKEN[case]
+    changed(file, lambda *_: None)
+    load_calibration(file, model(), SPEC)
+    changed(file, change)
+    one_line(message, load_calibration, file, model(), SPEC)
+
+
+def test_a_truncated_file_or_something_else_is_refused(file):
+    whole = file.read_bytes()
+    for content in (whole[:-1], whole[:100], b"", b"{}", b"\xff" * 64):
+        file.write_bytes(content)
+        one_line("is not a whole safetensors file", load_calibration, file, model(), SPEC)
+    one_line("is not a file", load_calibration, file.with_name("none"), model(), SPEC, error=FileNotFoundError)
+
+
+def test_another_model_or_other_options_are_refused_by_name(file):
+    one_line("another model of the same size", load_calibration, file, random_llama(tiny_config(), seed=1), SPEC)
+    one_line("num_hidden_layers 2, and this model has 3", load_calibration, file, model(num_hidden_layers=3), SPEC)
+    for option, other in (("bits=2", "bits=3"), ("outliers=0.1", "outliers=0.2"), ("bits=2", "bits=2,pre_rope=false")):
+        one_line("other options: layers.0.k for 'kvquant:bits=2", load_calibration, file, model(), SPEC.replace(option, other))
+    one_line("takes no calibration", load_calibration, file, model(), "kivi")
+
+
+def test_a_fingerprint_does_not_depend_on_the_dtype_and_tells_models_apart():
+    llama = random_llama(tiny_config("qwen3"))
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llama)
+    assert fingerprint(rounded) == fingerprint(llama)
+    for path in ("layers.0.k_proj.kernel", "layers.1.v_proj.kernel", "layers.1.k_norm.scale", "norm.scale"):
+        leaf = hf_names.weights(llama)[path].leaf
+        other = hf_names.replace_weights(llama, {path: leaf.at[(0,) * leaf.ndim].add(1.0)})
+        assert fingerprint(other) != fingerprint(llama), path
+
+
+def test_a_new_file_has_the_mode_of_every_new_file(file):
+    file.with_name("plain").touch()
+    assert file.stat().st_mode == file.with_name("plain").stat().st_mode
+
+
+def test_a_file_appears_whole_or_not_at_all(work, tmp_path):
+    calibration = run(work)
+    broken = dataclasses.replace(calibration, tensors={"layers.0.k.levels": object()})
+    with pytest.raises(AttributeError):
+        save_calibration(broken, tmp_path / "f.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+# --- a prepared model ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_model_decodes_with_what_was_calibrated_from_memory_and_from_file(work, file):
+    llama, calibration = model(), run(work)
+    tokens = random_tokens((1, 40), seed=3)
+
+    def logits(prepared):
+        cache = kvq.init_cache(SPEC, llama.config, 1, 64, "float32")
+        _, cache = prefill(prepared, cache, tokens)
+        return np.asarray(prefill(prepared, cache, tokens[:, :8])[0])
+
+    found = logits(prepare(llama, SPEC, calibration))
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(logits(prepare(llama, SPEC, file)), found)
+    doubled = {name: tensor * (2 if name.endswith("scale") else 1) for name, tensor in calibration.tensors.items()}
+    other = logits(prepare(llama, SPEC, dataclasses.replace(calibration, tensors=doubled)))
+    assert row_errors(other, found).min() > 1e-3, "the parameters are not used"
+    assert llama.cache_parameters == (), "the given model was changed"
+
+
+def test_parameters_stand_in_the_order_of_layers_and_sides(work):
+    calibration = run(work, KEYS_ONLY)
+    (k0, v0), (k1, v1) = prepare(model(), KEYS_ONLY, calibration).cache_parameters
+    assert (v0, v1) == ((), ())
+    np.testing.assert_array_equal(k0["scale"], calibration.tensors["layers.0.k.scale"])
+    np.testing.assert_array_equal(k1["scale"], calibration.tensors["layers.1.k.scale"])
+    skipped = f"{SPEC},skip_layers=0"
+    assert prepare(model(), skipped, run(work, skipped)).cache_parameters[0] == ((), ())
+
+
+def test_a_cache_that_needs_a_calibration_says_which_command_makes_it():
+    one_line(f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}' --out F.safetensors", prepare, model(), SPEC)
+    one_line("--calibration F.safetensors", prepare, model(), SPEC)
+
+
+def test_a_calibration_in_memory_is_checked_like_a_file(work):
+    calibration = run(work)
+    one_line("other options", prepare, model(), SPEC.replace("bits=2", "bits=3"), calibration)
+    one_line("another model", prepare, random_llama(tiny_config(), seed=1), SPEC, calibration)
+    one_line("'kivi' takes no calibration", prepare, model(), "kivi", calibration)
+    tensors = dict(calibration.tensors) | {"layers.0.k.scale": np.full((2, 16), np.nan, np.float32)}
+    one_line("layers.0.k.scale is not finite", prepare, model(), SPEC, dataclasses.replace(calibration, tensors=tensors))
+
+
+def test_preparing_for_a_method_without_parameters_leaves_none_behind(work):
+    prepared = prepare(model(), SPEC, run(work))
+    assert prepare(prepared, "kivi").cache_parameters == ()
+    plain = model()
+    assert prepare(plain, "kivi") is plain

@@ -1,0 +1,141 @@
+"""Small random checkpoints for tests: every family and feature once, with no weight left where a dropped one would not show.
+
+A fresh model has zero biases and unit norms, so a loader that forgets them still agrees. Here every weight is random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvq_models.llama import hf_names
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama, abstract_llama
+
+PROMPT = "the key of the cat is seven, and the key of the dog is"  # of which the tokenizer of `model` knows the words
+STORIES = pathlib.Path(__file__).parents[2] / "../shared/data/models/stories260K-hf"
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_ALL = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A checkpoint to build: fields of config.json beside `SIZES`, RoPE fields, and how config.json spells those."""
+
+    model_type: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rope: dict[str, Any] = dataclasses.field(default_factory=lambda: {"rope_type": "default"})
+    spelling: str = "rope_parameters"  # or the type key of `rope_scaling`: "rope_type", "type"
+
+
+CASES = {
+    "llama_mha": Case("llama", {"num_key_value_heads": 4}),
+    "llama_gqa4_tied": Case("llama", {"num_attention_heads": 8, "tie_word_embeddings": True}, spelling="type"),
+    "llama_gqa7": Case("llama", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    "llama_head_dim": Case("llama", {"head_dim": 24}, spelling="rope_type"),
+    "llama_attention_bias": Case("llama", {"attention_bias": True}),
+    "llama_mlp_bias": Case("llama", {"mlp_bias": True}),
+    "llama_linear": Case("llama", rope={"rope_type": "linear", "factor": 2.0}, spelling="type"),
+    "llama_dynamic": Case("llama", rope={"rope_type": "dynamic", "factor": 2.0}),
+    "llama_llama3": Case("llama", {"head_dim": 32}, rope=LLAMA3, spelling="rope_type"),
+    "llama_yarn": Case("llama", {"head_dim": 32}, rope=YARN, spelling="type"),
+    "llama_yarn_new": Case("llama", {"head_dim": 32}, rope=YARN_ALL),
+    "mistral": Case("mistral", {"sliding_window": None}),
+    "mistral_head_dim": Case("mistral", {"sliding_window": 64, "head_dim": 8}, spelling="rope_type"),
+    "qwen2": Case("qwen2", {"use_sliding_window": False}, spelling="rope_type"),
+    "qwen2_tied_gqa7": Case("qwen2", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": Case("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3_attention_bias": Case("qwen3", {"head_dim": 16, "attention_bias": True}, spelling="rope_type"),
+}
+
+
+def build_checkpoint(directory: pathlib.Path, case: Case, *, seed: int = 0, max_shard_size: str = "5GB") -> Any:
+    """Saves the case's random float32 checkpoint with transformers and returns the torch model; needs torch."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(case.model_type, **(SIZES | case.fields), rope_parameters={"rope_theta": 1e4} | case.rope)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_scaled(name, noise))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    _respell(directory / "config.json", case)
+    return model
+
+
+def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] of a torch model."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False).logits.numpy()
+
+
+def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32) -> Llama:
+    """A model of ours with every weight random; needs no torch."""
+    abstract = abstract_llama(config, dtype)
+    generator = np.random.default_rng(seed)
+    values = {}
+    for path, weight in hf_names.weights(abstract).items():
+        noise = generator.standard_normal(weight.leaf.shape, np.float32)
+        values[path] = jnp.asarray(_scaled(weight.name, noise).astype(weight.leaf.dtype))
+    return hf_names.replace_weights(abstract, values)
+
+
+def tiny_config(model_type: str = "llama", **fields: Any) -> LlamaConfig:
+    """`SIZES` as a `LlamaConfig`, with fields of config.json changed."""
+    implied = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}.get(model_type, {})
+    return LlamaConfig.from_hf(SIZES | {"model_type": model_type} | implied | fields)
+
+
+def random_tokens(shape: tuple[int, int], *, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape), jnp.int32)
+
+
+def row_errors(got: Any, want: Any) -> np.ndarray:
+    """Relative L2 error of each row of logits: |got - want| / |want| over the last axis."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+
+
+def _scaled(name: str, noise: Any) -> Any:
+    """Norm scales around one, everything else around zero and large enough to matter."""
+    if "norm" in name:
+        return 1.0 + noise * 0.3
+    return noise * (0.5 if noise.ndim == 1 else 0.15)
+
+
+def _respell(config_file: pathlib.Path, case: Case) -> None:
+    fields = json.loads(config_file.read_text())
+    if case.spelling != "rope_parameters":
+        rope = fields.pop("rope_parameters")
+        fields["rope_theta"] = rope.pop("rope_theta")
+        rope_type = rope.pop("rope_type")
+        fields["rope_scaling"] = None if rope_type == "default" else {case.spelling: rope_type} | rope
+    config_file.write_text(json.dumps(fields))

@@ -1,0 +1,301 @@
+"""prefill, decode_step and score: what goes through a cache equals what the exact model computes, and bad input is refused before any
+work."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.attention.reference import decode_rows
+from kvq_models import decode_step, forward, prefill, prepare, right_padded, score
+from kvq_models.inference.decoding import implementations
+from pallas_kernels.launch import Launch
+from tests.compile_options import USUAL_COMPILE
+from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+
+CAPACITY = 96
+LENGTH = 72
+SPECS = ("dense", "kivi:bits=4,recent=8,block=8", "kivi:bits=4,recent=8,block=8,pre_rope=true", "innerq:bits=3,sink=4,recent=8,block=8")
+EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
+step = jax.jit(decode_step, donate_argnames="cache")
+
+
+@functools.cache
+def model(**fields):
+    return random_llama(tiny_config(**fields))
+
+
+def new_cache(spec, batch=2, capacity=CAPACITY):
+    return kvq.init_cache(spec, model().config, batch, capacity, "float32")
+
+
+def logprobs(logits):
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+
+
+def decoded(spec, tokens, prompt):
+    """Logits [B, T - prompt, V] of tokens from `prompt` on, one step at a time."""
+    _, cache = prefill(model(), new_cache(spec, tokens.shape[0]), tokens[:, :prompt])
+    found = []
+    for t in range(prompt, tokens.shape[1]):
+        logits, cache = step(model(), cache, tokens[:, t])
+        found.append(np.asarray(logits))
+    return np.stack(found, axis=1), cache
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_prefill_logits_equal_the_exact_model(spec):
+    tokens = random_tokens((2, LENGTH))
+    logits, cache = prefill(model(), new_cache(spec), tokens, logits="all")
+    assert row_errors(logits, forward(model(), tokens)).max() < 1e-5, spec
+    assert np.asarray(cache.lengths).tolist() == [LENGTH, LENGTH]
+    assert row_errors(logits, forward(model(), tokens.at[0, 0].add(1) % 96)).max() > 1e-3, "another first token must change the logits"
+
+
+def test_long_prompts_take_several_query_chunks_and_stay_exact():
+    llama = random_llama(tiny_config(max_position_embeddings=2048))
+    tokens = random_tokens((1, 600))
+    logits, _ = prefill(llama, kvq.init_cache("kivi", llama.config, 1, 640, "float32"), tokens, logits="all")
+    assert row_errors(logits, forward(llama, tokens)).max() < 1e-5
+
+
+def test_last_logits_are_those_of_each_rows_last_token():
+    tokens = random_tokens((2, 40))
+    lengths = [40, 17]
+    every, _ = prefill(model(), new_cache("innerq"), tokens, lengths, logits="all")
+    last, cache = prefill(model(), new_cache("innerq"), tokens, lengths)
+    for row, length in enumerate(lengths):
+        assert row_errors(last[row], every[row, length - 1]).max() < 1e-5, f"row {row}"
+        assert row_errors(last[row], every[row, length - 2]).max() > 1e-3, f"row {row}: the token before must differ"
+    assert np.asarray(cache.lengths).tolist() == lengths
+
+
+def test_a_row_without_new_tokens_keeps_its_cache_and_gets_nan_logits():
+    _, cache = prefill(model(), new_cache("kivi:recent=8,block=8"), random_tokens((2, 40)))
+    before = jax.tree.map(np.array, cache)
+    logits, after = prefill(model(), cache, random_tokens((2, 24), seed=1), [24, 0])
+    assert np.isnan(logits[1]).all()
+    assert np.isfinite(logits[0]).all()
+    assert np.asarray(after.lengths).tolist() == [64, 40]
+    changed = [jnp.array_equal(a[1], b[1]) for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True)]
+    assert all(changed), "row 1 was written"
+
+
+def test_dense_decoding_equals_the_exact_model_for_every_split():
+    tokens = random_tokens((2, LENGTH))
+    exact = np.asarray(forward(model(), tokens))
+    for prompt in (1, 40):
+        found, _ = decoded("dense", tokens, prompt)
+        assert row_errors(found, exact[:, prompt:]).max() < 1e-5, f"prompt of {prompt}"
+        assert row_errors(found[:, 1:], exact[:, prompt:-1]).max() > 1e-3, "logits shifted by one token must differ"
+
+
+def test_eight_bit_cache_with_keys_before_rope_is_close_to_exact():
+    """A rotation by the wrong position, or another RoPE than the model's, would show at any bit width."""
+    tokens = random_tokens((2, LENGTH))
+    exact = np.asarray(forward(model(), tokens))[:, 40:]
+    errors = row_errors(decoded(EIGHT_BITS, tokens, 40)[0], exact)
+    assert 1e-6 < errors.max() < 2e-2, "quantized, and close"
+
+
+def test_prompt_in_chunks_equals_one_prompt_for_dense():
+    tokens = random_tokens((2, LENGTH))
+    whole, _ = prefill(model(), new_cache("dense"), tokens)
+    _, cache = prefill(model(), new_cache("dense"), tokens[:, :30])
+    chunked, cache = prefill(model(), cache, tokens[:, 30:])
+    assert row_errors(chunked, whole).max() < 1e-5
+    assert np.asarray(cache.lengths).tolist() == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_several_tokens_in_a_step_equal_single_steps(spec):
+    if spec != "dense":
+        spec += ",scale_dtype=float32"  # a float16 scale may differ by 2^-11 of itself between two compiled functions
+    tokens = random_tokens((2, LENGTH))
+    single, cache = decoded(spec, tokens, 40)
+    _, other = prefill(model(), new_cache(spec), tokens[:, :40])
+    several, other = step(model(), other, tokens[:, 40:])
+    assert row_errors(several, single).max() < 1e-5, spec
+    assert cache.lengths.tolist() == other.lengths.tolist()
+    for i, (one, many) in enumerate(zip(cache.layers, other.layers, strict=True)):
+        for a, b in zip(*(decode_rows(cache.plans[i], (), state, cache.lengths) for state in (one, many)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{spec}, layer {i}")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_score_equals_a_loop_over_decode_step(spec):
+    tokens = random_tokens((2, LENGTH))
+    logits, _ = decoded(spec, tokens, 20)
+    want = np.take_along_axis(logprobs(logits)[:, :-1], np.asarray(tokens)[:, 21:, None], axis=-1)[..., 0]
+    _, cache = prefill(model(), new_cache(spec), tokens[:, :20])
+    found, cache = score(model(), cache, tokens[:, 20:], [LENGTH - 20, 31])
+    assert (np.asarray(found)[:, 0] == 0).all()
+    # the sums of a chunk round differently from those of a step (1e-6), which can turn one stored float16 by a unit in its last place:
+    # one zero point of 350 turned moves a score by 1.1e-4
+    np.testing.assert_allclose(found[0, 1:], want[0], atol=5e-4, err_msg=spec)
+    np.testing.assert_allclose(found[1, 1:31], want[1, :30], atol=5e-4, err_msg=spec)
+    assert (np.asarray(found)[1, 31:] == 0).all(), "padding has no score"
+    assert np.asarray(cache.lengths).tolist() == [LENGTH, 51]
+    assert np.abs(np.asarray(found)[0, 2:] - want[0, :-1]).max() > 1e-2, "scores shifted by one token must differ"
+
+
+def test_quantized_tokens_change_the_scores():
+    tokens = random_tokens((1, LENGTH))
+    found = {}
+    for spec in ("dense", "kivi:bits=2,recent=8,block=8"):
+        _, cache = prefill(model(), new_cache(spec, 1), tokens[:, :40])
+        found[spec] = np.asarray(score(model(), cache, tokens[:, 40:])[0])
+    dense, kivi = found.values()
+    assert np.abs(dense - kivi).max() > 1e-3, "the body was not read"
+
+
+def test_a_ragged_batch_decodes_each_row_as_alone():
+    tokens = np.asarray(random_tokens((2, LENGTH)))
+    lengths = [50, 23]
+    padded, given = right_padded([tokens[b, :n].tolist() for b, n in enumerate(lengths)], pad=7)
+    spec = "innerq:recent=8,block=8,sink=4"
+    together, cache = prefill(model(), new_cache(spec), padded, given)
+    together = [np.asarray(together)]
+    for t in range(10):
+        logits, cache = step(model(), cache, jnp.asarray([tokens[b, n + t] for b, n in enumerate(lengths)]))
+        together.append(np.asarray(logits))
+    for b, n in enumerate(lengths):
+        logits, cache = prefill(model(), new_cache(spec, 1), tokens[b : b + 1, :n])
+        for t in range(10):
+            assert row_errors(together[t][b], logits[0]).max() < 1e-5, f"row {b}, step {t}"
+            logits, cache = step(model(), cache, jnp.asarray(tokens[b : b + 1, n + t]))
+
+
+def test_a_full_row_is_not_written_and_says_so():
+    spec, capacity = "kivi:recent=8,block=8", 40
+    _, cache = prefill(model(), new_cache(spec, 2, capacity), random_tokens((2, capacity)), [capacity, 30])
+    before = jax.tree.map(np.array, cache)
+    logits, after = step(model(), cache, jnp.asarray([1, 2]))
+    assert np.isnan(logits[0]).all(), "the full row's logits"
+    assert np.isfinite(logits[1]).all(), "the other row's logits"
+    assert np.asarray(after.lengths).tolist() == [capacity, 31]
+    for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True):
+        assert jnp.array_equal(a[0], b[0]), "the full row was written"
+
+
+def test_inactive_rows_freeze():
+    _, cache = prefill(model(), new_cache("innerq:recent=8,block=8"), random_tokens((2, 60)))
+    before = jax.tree.map(np.array, cache)
+    logits, after = step(model(), cache, jnp.asarray([1, 2]), jnp.asarray([True, False]))
+    assert np.isnan(logits[1]).all()
+    assert np.asarray(after.lengths).tolist() == [61, 60]
+    for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True):
+        assert jnp.array_equal(a[1], b[1]), "the inactive row was written"
+
+
+def test_decode_step_traces_once_for_equal_specs():
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def counted(llama, cache, token):
+        traces.append(1)
+        return decode_step(llama, cache, token)
+
+    for text in ("kivi:bits=2", "kivi", "kivi:recent=96"):
+        _, cache = counted(model(), new_cache(text), jnp.asarray([1, 2]))
+        counted(model(), cache, jnp.asarray([3, 4]))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("spec", ["dense", "kivi:bits=4", "innerq"])
+def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
+    """Temporary memory is far below one layer's cache, in bfloat16 too, and the cache is updated in its own buffers."""
+    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=2)
+    llama = random_llama(config)  # float32: a CPU widens bfloat16 weights, which are not what is measured here
+    cache = kvq.layout(spec, config, 1, 131072, "bfloat16")
+    lowered = step.lower(llama, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    compiled = lowered.compile(USUAL_COMPILE).memory_analysis()
+    layer = kvq.nbytes(cache.layers[0])
+    assert compiled.temp_size_in_bytes < layer / 10, f"{spec}: temp {compiled.temp_size_in_bytes} of {layer} bytes a layer"
+    assert compiled.alias_size_in_bytes >= kvq.nbytes(cache.layers), f"{spec}: the cache was copied"
+
+
+def test_prefill_into_a_quantized_cache_peaks_below_the_dense_one():
+    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=3)
+    llama = random_llama(config, dtype=jnp.bfloat16)
+    from kvq_models.inference.decoding import prefill_program
+
+    peaks = {}
+    for spec in ("dense", "kivi:bits=4", "innerq"):
+        cache = kvq.layout(spec, config, 1, 4096, "bfloat16")
+        tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        memory = prefill_program.lower(llama, cache, tokens, lengths, False).compile(USUAL_COMPILE).memory_analysis()
+        peaks[spec] = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    assert peaks["kivi:bits=4"] <= peaks["dense"], peaks
+    assert peaks["innerq"] <= peaks["dense"], peaks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        (np.zeros((2, CAPACITY + 1), int), None, "row 0 needs 97 tokens .* capacity is 96"),
+        (np.full((2, 4), 96), None, "token id 96 at row 0, position 0 is outside the vocabulary of 96"),
+        (np.full((2, 4), -1), None, "token id -1"),
+        (np.zeros((3, 4), int), None, r"tokens must be \[batch, length\] with batch 2"),
+        (np.zeros((4,), int), None, "got shape"),
+        (np.zeros((2, 4), int), [5, 1], "lengths must be between 0 and 4"),
+        (np.zeros((2, 4), int), [4], "lengths must be"),
+    ],
+)
+def test_bad_tokens_are_refused_in_one_line(tokens, lengths, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        prefill(model(), new_cache("kivi"), tokens, lengths)
+    assert "\n" not in str(refused.value)
+
+
+def test_token_ids_in_padding_are_not_looked_at():
+    prefill(model(), new_cache("kivi"), np.array([[1, 2, 10_000]] * 2), [2, 1])
+
+
+def test_a_cache_of_another_model_is_refused():
+    other = kvq.init_cache("kivi", tiny_config(num_hidden_layers=1), 1, 32, "float32")
+    with pytest.raises(ValueError, match="num_hidden_layers=1 and not 2"):
+        prefill(model(), other, [[1]])
+
+
+@pytest.mark.parametrize("fields", [{"num_attention_heads": 8, "head_dim": 16}, {"num_key_value_heads": 4}, {"head_dim": 32}])
+def test_a_cache_of_other_heads_is_refused_by_field(fields):
+    config, (name, value) = tiny_config(**fields), next(iter(fields.items()))
+    other = kvq.init_cache("dense", config, 1, 32, "float32")
+    message = f"^the cache is one of another model: it has {name}={value} and not {getattr(model().config, name)}"
+    for step in (lambda: prefill(model(), other, [[1]]), lambda: score(model(), other, [[1]])):
+        with pytest.raises(ValueError, match=message):
+            step()
+    with pytest.raises(ValueError, match=message):
+        jax.jit(decode_step)(model(), other, jnp.asarray([1]))
+
+
+def test_prepare_is_the_identity_for_methods_without_parameters_and_refuses_a_calibration():
+    assert prepare(model(), "kivi") is model()
+    with pytest.raises(ValueError, match="takes no calibration"):
+        prepare(model(), "kivi", calibration="file.safetensors")
+    with pytest.raises(ValueError, match="divisors"):
+        prepare(model(), "kivi:group_size=24,block=24")
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq"])
+def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
+    llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)
+    tokens = random_tokens((1, 300))
+    found = {}
+    for implementation in ("xla", Launch(interpret=True)):
+        _, cache = prefill(llama, kvq.init_cache(spec, llama.config, 1, 320, "bfloat16"), tokens[:, :-1])
+        kernel_step = jax.jit(decode_step, static_argnames="implementation", donate_argnames="cache")
+        logits, cache = kernel_step(llama, cache, tokens[:, -1], implementation=implementation)
+        found[implementation] = np.asarray(logits, np.float32)
+        assert implementations(cache, implementation) == (("xla",) if implementation == "xla" else ("pallas",)) * len(cache.plans)
+    xla, kernels = found.values()
+    assert row_errors(kernels, xla).max() < 2e-2, spec
+    assert row_errors(kernels[:, ::-1], xla).max() > 0.3, "reversed logits would pass"
+    with pytest.raises(ValueError, match="2 new tokens in one step"):
+        jax.eval_shape(lambda c, t: decode_step(llama, c, t, implementation=Launch(interpret=True)), cache, tokens[:, :2])

@@ -1,0 +1,114 @@
+"""Parameters and caches that do not belong together are refused where they meet; those that do are used without another trace."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import decode_step, prefill, prepare, score
+from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.forward import hidden_states
+from kvq_tools.evaluation.run import measure
+from tests.kvq_models import calibration_runs
+from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+
+LENGTH = 24
+CL = "xquant_cl:base_layer=0,bits=8,block=8,latent=false"
+KVQUANT = "kvquant:bits=2,outliers=0.1,block=8"
+
+
+@functools.cache
+def model(model_type: str = "llama") -> Llama:
+    return random_llama(tiny_config(model_type))
+
+
+def empty(spec: str) -> kvq.Cache:
+    return kvq.init_cache(spec, model().config, 1, LENGTH + 8, "float32")
+
+
+def prepared(spec: str, work, of: str | None = None) -> Llama:
+    """The model prepared for a spec, with what was calibrated for the spec `of`."""
+    calibration = calibration_runs.run(work, of or spec) if spec.startswith("kvquant") else None
+    return prepare(model("qwen2") if "subtract_bias" in (of or spec) else model(), spec, calibration)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "used_with", "message"),
+    [
+        (KVQUANT, KVQUANT.replace("bits=2", "bits=4"), "keys of layer 0 were made for 'kvquant:bits=2,"),
+        (KVQUANT, f"{KVQUANT},datatype=nf", "needs those for 'kvquant:bits=2,outliers=0.1,datatype=nf,"),
+        (KVQUANT, "xquant:latent=false,block=8", "needs those for 'xquant:latent=false'"),
+        (f"{CL},reading=unit_norm", CL, "made for 'xquant_cl:latent=false,reading=unit_norm'"),
+        (CL, "xquant:bits=8,latent=true,block=8", "needs those for 'xquant:latent=true'"),
+        ("xquant:bits=8,skip_layers=0,block=8", "xquant:bits=8,block=8", "made for 'no method'"),
+        ("int8:subtract_bias=true", "xquant:latent=false", "made for 'int8:subtract_bias=true'"),
+    ],
+)
+def test_parameters_made_for_other_options_are_refused_by_name(made_for: str, used_with: str, message: str, work):
+    llama, tokens = prepared(made_for, work), random_tokens((1, LENGTH))
+    lengths = jnp.full((1,), LENGTH, jnp.int32)
+    for use in (
+        lambda: prefill(llama, empty(used_with), tokens),
+        lambda: score(llama, empty(used_with), tokens),
+        lambda: decode_step(llama, empty(used_with), tokens[:, 0]),
+        lambda: hidden_states.__wrapped__(llama, tokens, lengths, kvq.parse(used_with)),  # jit adds a note to the line
+    ):
+        with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+            use()
+        assert message in str(error.value), str(error.value)
+        assert str(kvq.parse(used_with)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "used_with"),
+    [
+        (KVQUANT, f"{KVQUANT},sink=4,recent=8"),
+        (KVQUANT, f"{KVQUANT},qnorm=true"),
+        (KVQUANT, "kivi:bits=4,block=8"),  # which takes none
+        ("xquant:bits=8,block=8", "xquant:bits=4,block=16,skip_layers=1"),
+        ("int8:subtract_bias=true", "int8"),
+    ],
+)
+def test_parameters_serve_every_cache_that_needs_the_same_ones_or_none(made_for: str, used_with: str, work):
+    llama, tokens = prepared(made_for, work), random_tokens((1, LENGTH))
+    own = prepared(used_with, work, of=made_for)
+    prompt = [prefill(m, empty(used_with), tokens)[1] for m in (llama, own)]
+    found, expected = (decode_step(m, cache, tokens[:, 0])[0] for m, cache in zip((llama, own), prompt, strict=True))
+    np.testing.assert_array_equal(found, expected)
+    exact = hidden_states(llama, tokens, jnp.full((1,), LENGTH, jnp.int32))
+    assert np.isfinite(np.asarray(exact)).all(), "a model with parameters runs without a cache"
+
+
+def test_a_model_prepared_twice_is_traced_once():
+    traces, spec = [], "xquant:bits=8,block=8"
+
+    @jax.jit
+    def step(llama, cache, token):
+        traces.append(cache.spec)
+        return decode_step(llama, cache, token)[0]
+
+    token = jnp.zeros(1, jnp.int32)
+    first, second = (step(prepare(model(), spec), empty(spec), token) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert len(traces) == 1
+    copied = jax.tree.map(jnp.copy, prepare(model(), spec))
+    step(copied, empty(spec), token)
+    assert len(traces) == 1, "a copy of the model lost what its parameters were made for"
+    with pytest.raises(ValueError, match="were made for 'xquant:latent"):
+        step(copied, empty(f"{CL},reading=unit_norm"), token)
+
+
+def test_parameters_put_in_by_hand_are_used_as_they_are():
+    spec = f"{CL},reading=unit_norm"
+    llama = prepare(model(), spec)
+    wanted = measure(llama, spec, random_tokens((1, LENGTH)))
+    llama.cache_parameters = tuple(llama.cache_parameters)
+    assert measure(llama, spec, random_tokens((1, LENGTH))) == wanted
+    broken = jax.tree.map(lambda leaf: leaf * 0.5, tuple(llama.cache_parameters))
+    llama.cache_parameters = broken
+    assert row_errors(np.array([measure(llama, spec, random_tokens((1, LENGTH))).kl]), np.array([wanted.kl])) > 1e-3

@@ -1,0 +1,160 @@
+"""XQuant on whole models: keys and values rebuilt from layer inputs are the model's own, for every family and form, and the accumulator
+flows through the layers of prompts, steps and ragged batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import decode_step, forward, prefill, prepare, score
+from kvq_models.llama.model import layer_forward
+from kvq_models.llama.rope import rope_for
+from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+
+MODELS = {
+    "mha": {"num_key_value_heads": 4},
+    "gqa4": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+    "bias": {"model_type": "qwen2", "num_attention_heads": 8},
+    "qk_norm": {"model_type": "qwen3", "attention_bias": True},
+    "narrow": {"num_key_value_heads": 4, "head_dim": 24},  # keys wider than the model: latents of D channels
+}
+EXACT = {
+    "x": "xquant:bits=16,latent=false",
+    "latent": "xquant:bits=16,latent=true",
+    "cross_x": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1,latent=false",
+    "cross_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1,latent=true",
+    "cross_unit_x": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=false,reading=unit_norm",
+    "cross_unit_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=true,reading=unit_norm",
+    "cross_residual": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,reading=residual_stream",
+}
+LENGTH, CAPACITY = 40, 48
+step = jax.jit(decode_step, donate_argnames="cache")
+
+
+@functools.cache
+def model(name: str):
+    return random_llama(tiny_config(**{"num_hidden_layers": 3, **MODELS[name]}))
+
+
+@functools.cache
+def exact_inputs(name: str) -> tuple[kvq.LayerInputs, ...]:
+    """What every layer of the exact model offers for two rows of tokens."""
+    llama = model(name)
+    tokens = random_tokens((2, LENGTH))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)
+    valid, rope = jnp.ones(tokens.shape, bool), rope_for(llama.config, LENGTH)
+    hidden, found = llama.embed_tokens(tokens), []
+    for layer in llama.layers:
+        found.append(layer.attention_inputs(hidden, positions, valid, rope))
+        hidden = layer_forward(layer, hidden, positions, valid, rope)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("form", EXACT)
+@pytest.mark.parametrize("name", MODELS)
+def test_without_quantization_keys_and_values_are_the_models_own(name: str, form: str):
+    llama = prepare(model(name), EXACT[form])
+    carry: Any = ()
+    for i, (inputs, own) in enumerate(zip(exact_inputs(name), llama.cache_parameters, strict=True)):
+        k, v, carry = kvq.roundtrip_layer(EXACT[form], inputs, own, i, carry)
+        for side, found, wanted in (("k", k, inputs.k_rot), ("v", v, inputs.v)):
+            assert row_errors(found, wanted).max() < 1e-5, f"layer {i}, {side}: {row_errors(found, wanted).max():.1e}"
+        assert row_errors(k, inputs.k_pre).max() > 1e-2, "keys before RoPE pass"
+    other = kvq.roundtrip_layer(EXACT[form].replace("bits=16", "bits=8"), exact_inputs(name)[0], llama.cache_parameters[0], 0, ())
+    assert row_errors(other[1], exact_inputs(name)[0].v).max() > 1e-4, "8 bits pass for exact"
+
+
+def decoded(llama, spec: str, tokens, prompt: int) -> np.ndarray:
+    """Logits [B, T - prompt, V] of the tokens after the prompt, one step at a time."""
+    cache = kvq.init_cache(spec, llama.config, tokens.shape[0], CAPACITY, "float32")
+    _, cache = prefill(llama, cache, tokens[:, :prompt])
+    found = []
+    for t in range(prompt, tokens.shape[1]):
+        logits, cache = step(llama, cache, tokens[:, t])
+        found.append(np.asarray(logits))
+    return np.stack(found, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("bias", "xquant:bits=16,latent=false"), ("gqa4", "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=1")]
+)
+def test_exact_rows_decode_to_the_exact_models_logits(name: str, spec: str):
+    tokens = random_tokens((2, LENGTH))
+    llama = prepare(model(name), spec)
+    wanted = forward(llama, tokens)[:, 20:]
+    assert row_errors(decoded(llama, spec + ",block=8", tokens, 20), wanted).max() < 1e-5
+    coarse = spec.replace("bits=16", "bits=2") + ",block=8"
+    assert row_errors(decoded(llama, coarse, tokens, 20), wanted).max() > 1e-2, "2 bits pass for exact"
+
+
+CROSS = "xquant_cl:bits=3,base_layer=1,sink=2,recent=3,block=8"
+
+
+def test_the_accumulator_serves_ragged_batches_and_many_tokens_at_once():
+    """Scores through the cache, 32 tokens a step, of rows alone and in a ragged batch, and one token at a time."""
+    llama = prepare(model("gqa4"), CROSS)
+    tokens, lengths = random_tokens((2, LENGTH)), jnp.asarray([LENGTH, 27])
+    together, _ = score(llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        padded = tokens[row : row + 1].at[:, length:].set(5)
+        alone, _ = score(llama, kvq.init_cache(CROSS, llama.config, 1, CAPACITY, "float32"), padded, lengths[row : row + 1])
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-4, err_msg=f"row {row}")
+    cache, singles = kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), []
+    for t in range(LENGTH - 1):
+        logits, cache = step(llama, cache, tokens[:, t])
+        singles.append(jax.nn.log_softmax(logits)[jnp.arange(2), tokens[:, t + 1]])
+    np.testing.assert_allclose(together[0, 1:], np.stack(singles, 1)[0], atol=1e-4)
+    exact = jax.nn.log_softmax(forward(llama, tokens))[0, jnp.arange(LENGTH - 1), tokens[0, 1:]]
+    assert np.abs(np.asarray(together[0, 1:] - exact)).max() > 1e-2, "3 bits leave no trace"
+
+
+def test_a_second_prompt_reads_the_accumulator_of_the_first():
+    """A prompt in two parts: the second part attends to the quantized first, as decoding its tokens one by one does."""
+    llama = prepare(model("gqa4"), CROSS)
+    tokens = random_tokens((2, LENGTH))
+    _, first = prefill(llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens[:, :37])
+    kept = jax.tree.map(jnp.copy, first)
+    chunk, after = prefill(llama, first, tokens[:, 37:39])
+    for t in (37, 38):
+        logits, kept = step(llama, kept, tokens[:, t])
+    assert np.asarray(after.lengths).tolist() == np.asarray(kept.lengths).tolist() == [39, 39]
+    assert row_errors(chunk, logits).max() < 1e-4, "no block ages between the two, so both see the same cache"
+    assert row_errors(chunk, forward(llama, tokens[:, :39])[:, -1]).max() > 1e-3, "the exact model passes for the cache"
+
+
+def test_a_trimmed_cache_is_decoded_through_the_layers():
+    llama = prepare(model("gqa4"), CROSS)
+    tokens = random_tokens((2, LENGTH))
+    _, cache = prefill(llama, kvq.init_cache(CROSS, llama.config, 2, CAPACITY, "float32"), tokens)
+
+    def next_logits(trimmed: kvq.Cache) -> jax.Array:
+        return step(llama, jax.tree.map(jnp.copy, trimmed), tokens[:, 0])[0]
+
+    short = kvq.trim(cache, [22, 31], llama.cache_parameters)
+    first, again = next_logits(short), next_logits(kvq.trim(short, [22, 31], llama.cache_parameters))
+    np.testing.assert_array_equal(first, again)
+    assert np.isfinite(first).all()
+    exact = jnp.stack([forward(llama, jnp.append(tokens[b, :n], tokens[b, 0])[None])[0, -1] for b, n in enumerate((22, 31))])
+    errors = row_errors(first, exact)
+    assert errors.max() < 0.2, f"a trimmed cache is far from the exact model: {errors}"
+    broken = kvq.trim(cache, [22, 31], ((), *jax.tree.map(jnp.zeros_like, llama.cache_parameters[1:])))
+    assert row_errors(next_logits(broken), first).max() > 1e-2, "parameters are not used"
+
+
+def test_prepared_models_share_their_weights_and_forget_other_methods():
+    llama = model("mha")
+    x, latent = prepare(llama, "xquant"), prepare(llama, "xquant:latent=true")
+    kernel = llama.layers[0].k_proj.kernel[...]
+    assert x.cache_parameters[0][0]["k"]["kernel"] is kernel, "the x form copied a weight"
+    assert latent.cache_parameters[0][0]["basis"].shape == (64, 64)
+    assert llama.cache_parameters == ()
+    assert prepare(latent, "kivi").cache_parameters == ()
+    skipped = prepare(llama, "xquant:skip_layers=1").cache_parameters
+    assert skipped[1] == ((), ())
+    assert skipped[0]

@@ -1,0 +1,230 @@
+"""kvq calibrate and --calibration: the file is the library's, commands use it, and what is wrong with it is one line."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import calibrate, generate, load_llama, prepare, right_padded, save_calibration, save_llama
+from kvq_models.calibration import fit
+from kvq_tools.cli import main
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+
+SPEC = "kvquant:bits=2,outliers=0.1,block=8"
+PROMPT = "the key of the cat is seven, and the key of the dog is"
+TEXT = " ".join(f"the key of the {a} is {b}." for a in ("cat", "dog", "cow") for b in ("seven", "four", "nine", "two"))
+SIZES = ("--samples", 2, "--length", 32, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a random one-layer model, a tokenizer and a text."""
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64)), directory)
+    save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)
+    (directory / "text.txt").write_text(TEXT)
+    return directory
+
+
+def request(model, out, *more, spec=SPEC):
+    return ("calibrate", model, "--text", model / "text.txt", "--cache", spec, "--out", out, *SIZES, *more)
+
+
+@pytest.fixture(scope="module")
+def file(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "f.safetensors"
+    assert main.main([str(a) for a in request(model, path)]) == 0
+    return path
+
+
+def assert_one_line_error(result, message):
+    code, out, err = result
+    errors = [line for line in err.splitlines() if line.startswith("kvq: error: ")]
+    assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
+    assert len(errors) == 1, err
+    assert message in errors[0], errors[0]
+    assert "Traceback" not in err
+
+
+def no_weights(monkeypatch, *commands):
+    def stop(*_, **__):
+        raise ValueError("weights were read")
+
+    for command in commands:
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{command}"), "load_llama", stop)
+
+
+# --- calibrate ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_writes_the_librarys_file_says_what_it_is_and_clears_up(model, tmp_path, run_json):
+    out = tmp_path / "f.safetensors"
+    found = run_json(*request(model, out))
+    llama, tokenizer = load_llama(model, dtype="float32")
+    ids = tokenizer(TEXT).input_ids
+    made = calibrate(llama, ids, SPEC, samples=2, length=32, work=tmp_path / "w", text="text.txt")
+    save_calibration(made, tmp_path / "library")
+    assert out.read_bytes() == (tmp_path / "library").read_bytes()
+    assert (found["bytes"], found["samples"], found["length"], found["text_tokens"]) == (out.stat().st_size, 2, 32, len(ids))
+    assert found["layers"] == [{"layer": 0, "k": made.keys["layers.0.k"], "v": made.keys["layers.0.v"]}]
+    assert found["loss"] == made.origin.loss
+    assert found["seconds"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.safetensors", "library", "w"], "OUT.work was left behind"
+
+
+def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, run):
+    out = tmp_path / "f.safetensors"
+    code, text, err = run(*request(model, out, spec="k=kvquant:bits=3,outliers=0.1+v=kivi+cache:sink=0,recent=8,block=32"))
+    assert code == 0, err
+    for part in ("bits=3", "need none", "2 samples of 32 tokens", "seed 0, float32", f"--calibration {out}"):
+        assert part in text, f"{part!r} is missing in {text}"
+    assert "kvq: running samples, 2 ..." in err
+    assert "kvq: fitting, 1 ..." in err
+
+
+def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(model, tmp_path, run_json, monkeypatch):
+    work = ("--work", tmp_path / "w")
+    run_json(*request(model, tmp_path / "two", *work))
+    monkeypatch.setattr(fit, "record", lambda *_: pytest.fail("the model was run again"))
+    found = run_json(*request(model, tmp_path / "three", *work, spec=SPEC.replace("bits=2", "bits=3")))
+    assert "bits=3" in found["layers"][0]["k"]
+    assert found["work"] == str(tmp_path / "w")
+    assert (tmp_path / "two").read_bytes() != (tmp_path / "three").read_bytes()
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file(model, file, tmp_path, run, monkeypatch):
+    out, record, calls = tmp_path / "f.safetensors", fit.record, []
+
+    def interrupt(*arguments):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return record(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "record", interrupt)
+        code, text, err = run(*request(model, out))
+    assert (code, text) == (130, "")
+    assert f"the same command goes on from what is in '{out}.work'" in err
+    assert not out.exists()
+    code, _, err = run(*request(model, out))
+    assert code == 0, err
+    assert "running samples, 1 ..." in err, "the complete sample was run again"
+    assert out.read_bytes() == file.read_bytes()
+    assert not out.with_name("f.safetensors.work").exists()
+
+
+BEFORE_WEIGHTS = {
+    "short text": (
+        ("--length", "64", "--text", "{tmp}/short"),
+        "samples of 64 tokens need a text of at least 65 tokens, and this one has ",
+    ),
+    "no text": (("--text", "{tmp}/none"), "none"),
+    "binary text": (("--text", "{tmp}/binary"), "not UTF-8"),
+    "cache that needs none": (("--cache", "kivi:block=8"), "needs no calibration"),
+    "cache that does not fit": (("--cache", "kvquant:outliers=0.001"), "outliers=0.001"),
+    "unknown method": (("--cache", "kvquent"), "unknown cache method 'kvquent'"),
+    "out in no directory": (("--out", "{tmp}/none/f"), "must be a file in a directory that exists"),
+    "out is a directory": (("--out", "{tmp}"), "must be a file"),
+    "no samples": (("--samples", "0"), "at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_WEIGHTS)
+def test_a_bad_request_is_one_line_before_weights_are_read(case, model, tmp_path, run, monkeypatch):
+    no_weights(monkeypatch, "calibrate")
+    (tmp_path / "short").write_text("too short")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
+    options, message = BEFORE_WEIGHTS[case]
+    before = sorted(tmp_path.iterdir())
+    assert_one_line_error(run(*request(model, tmp_path / "f", *(o.format(tmp=tmp_path) for o in options))), message)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_model_without_tokenizer_cannot_be_calibrated(model, tmp_path, run):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "text.txt"):
+        shutil.copy(model / name, bare)
+    assert_one_line_error(run(*request(bare, tmp_path / "f")), "has no tokenizer")
+
+
+def test_a_full_disk_is_one_line(model, tmp_path, run, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+    assert_one_line_error(run(*request(model, tmp_path / "f")), "are free there")
+    assert not list(tmp_path.iterdir())
+
+
+def test_length_is_at_most_what_the_model_was_trained_for_unless_it_is_given(model, tmp_path, run_json, run):
+    arguments = [a for a in request(model, tmp_path / "f") if a not in ("--length", 32)]
+    assert run_json(*arguments)["length"] == 64
+    code, _, err = run(*request(model, tmp_path / "f", "--length", 65))
+    assert code == 0
+    assert "kvq: warning: samples of 65 tokens go beyond the 64 positions" in err
+
+
+# --- commands that run a cache ------------------------------------------------------------------------------------------------------------
+
+
+def test_generate_with_a_calibration_gives_the_librarys_tokens(model, file, run_json):
+    arguments = ("generate", model, "--prompt", PROMPT, "--cache", SPEC, "--max-new-tokens", 16, "--dtype", "float32")
+    found = run_json(*arguments, "--calibration", file)
+    llama, tokenizer = load_llama(model, dtype="float32")
+    tokens, lengths = right_padded([tokenizer(PROMPT).input_ids])
+    cache = kvq.init_cache(SPEC, llama.config, 1, found["capacity"], "float32")
+    out = generate(prepare(llama, SPEC, file), cache, tokens, lengths, max_new_tokens=16, eos_ids=llama.config.eos_token_ids)
+    assert found["tokens"] == out.tokens[0, : int(out.lengths[0])].tolist()
+    assert found["calibration"] == str(file)
+
+
+def test_a_cache_without_its_calibration_or_with_another_is_one_line_before_weights_are_read(model, file, run, monkeypatch):
+    no_weights(monkeypatch, "generate", "demo")
+    generate = ("generate", model, "--prompt", "a", "--cache")
+    demo = ("demo", "--model", model, "--context", 64, "--new-tokens", 8, "--cache", "dense", "--cache")
+    for command in (generate, demo):
+        assert_one_line_error(run(*command, SPEC), f"kvq calibrate MODEL --text FILE --cache '{kvq.parse(SPEC)}'")
+        assert_one_line_error(run(*command, SPEC.replace("bits=2", "bits=3"), "--calibration", file), "for other options")
+        assert_one_line_error(run(*command, "kivi", "--calibration", file), f"calibration '{file}' is not needed for")
+        assert_one_line_error(run(*command, SPEC, "--calibration", f"{file}.none"), "is not a file")
+        assert_one_line_error(run(*command, SPEC, "--calibration", model / "model.safetensors"), "is not a calibration")
+        assert_one_line_error(run(*command, SPEC, "--calibration", file), "weights were read")
+
+
+def test_a_calibration_of_other_weights_is_one_line(model, file, tmp_path, run):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64), seed=1), other)
+    arguments = ("--prompt", "a", "--cache", SPEC, "--calibration", file)
+    assert_one_line_error(run("generate", other, *arguments), "another model of the same size")
+    assert_one_line_error(run("doctor", other, *arguments[2:]), "another model of the same size")
+
+
+def test_demo_gives_every_cache_the_calibration_that_fits_it(model, file, tmp_path, run_json):
+    three = SPEC.replace("bits=2", "bits=3")
+    run_json(*request(model, tmp_path / "three", spec=three))
+    caches = [part for spec in ("dense", three, SPEC, f"{SPEC},sink=4") for part in ("--cache", spec)]
+    files = ("--calibration", file, "--calibration", tmp_path / "three")
+    found = run_json("demo", "--model", model, "--text", model / "text.txt", "--context", 64, "--new-tokens", 8, *caches, *files)
+    dense, *rows = (row["perplexity"] for row in found["rows"])
+    assert len({dense, *rows}) == 4
+    assert all(row is not None for row in rows)
+
+
+def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(model, file, tmp_path, run_json, run):
+    needed = run_json("doctor", model, "--cache", SPEC)
+    assert needed["facts"]["calibration"] == "needed for the keys of 1 layers and the values of 1"
+    assert any("kvq calibrate MODEL" in warning for warning in needed["warnings"])
+    fits = run_json("doctor", model, "--cache", SPEC, "--calibration", file)
+    assert fits["facts"]["calibration"] == "fits this cache and model: 2 samples of 32 tokens of text.txt, seed 0, float32"
+    assert not any("calibrat" in warning for warning in fits["warnings"])
+    assert run_json("doctor", model, "--cache", "kivi:block=8")["facts"]["calibration"] == "not needed"
+    assert_one_line_error(run("doctor", model, "--cache", "kivi", "--calibration", file), "takes no calibration")
+    assert_one_line_error(run("doctor", model, "--cache", f"{SPEC},pre_rope=false", "--calibration", file), "other options")
+    shutil.copy(model / "config.json", tmp_path)
+    bare = run_json("doctor", tmp_path, "--cache", SPEC, "--calibration", file)
+    assert "the weights are not in a local directory and were not compared" in bare["facts"]["calibration"]

@@ -1,0 +1,65 @@
+"""What `kvq generate` says of kernels is what ran: on a process that believes in a GPU, with kernels interpreted."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from kvq_jax.attention import dispatch
+from kvq_models import save_llama
+from pallas_kernels.launch import Launch
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+
+CACHE = "kivi:bits=4,recent=32,block=32"
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with two random layers of a head dim that kernels serve, without a tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(random_llama(tiny_config(head_dim=64, max_position_embeddings=256)), directory)
+    return directory
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[Launch]:
+    """How kernels that read caches were launched, on what seems to be a GPU."""
+    found, attention = [], dispatch.decode_attention
+    monkeypatch.setattr(dispatch, "no_device", lambda: None)
+    monkeypatch.setattr(dispatch, "LAUNCH", Launch(interpret=True))
+    monkeypatch.setattr(dispatch, "decode_attention", lambda *args, how, **named: found.append(how) or attention(*args, how=how, **named))
+    return found
+
+
+def arguments(model, cache: str = CACHE) -> list[str]:
+    ids = np.random.default_rng(0).integers(3, 96, 100)
+    return ["generate", model, "--prompt-ids", ",".join(map(str, ids)), "--cache", cache, "--max-new-tokens", NEW, "--dtype", "float32"]
+
+
+def test_the_footer_says_pallas_where_kernels_read_the_cache(model, launched, run, run_json):
+    code, out, err = run(*arguments(model))
+    assert code == 0, err
+    assert "; implementation pallas; " in out.splitlines()[-1]
+    assert set(launched) == {Launch(interpret=True)}, "no kernel was traced, or another one"
+    found, xla = run_json(*arguments(model)), run_json(*arguments(model), "--implementation", "xla")
+    assert (found["implementation"], xla["implementation"]) == ("pallas", "xla")
+    assert found["quantized_tokens"] > 0, "nothing for a kernel to read"
+    assert found["tokens"] == xla["tokens"]
+    assert len(set(found["tokens"])) > 1
+
+
+def test_layers_that_kernels_cannot_read_are_told(model, launched, run):
+    """A layer that is skipped holds float32 rows."""
+    _, out, _ = run(*arguments(model, f"{CACHE},skip_layers=0"))
+    assert "; implementation pallas+xla; layers skipped: 0]" in out.splitlines()[-1]
+    assert launched
+
+
+def test_without_a_gpu_the_footer_says_xla(model, run):
+    """Negative control: the same command."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    _, out, _ = run(*arguments(model))
+    assert "; implementation xla; " in out.splitlines()[-1]

@@ -1,0 +1,213 @@
+"""kvq eval: the perplexity of transformers, the numbers of the library, and one line for what a user gets wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import load_llama, save_llama
+from kvq_tools import evaluate_caches, tokenize
+from kvq_tools.cli import inputs
+from kvq_tools.evaluation.windows import windows
+from tests.kvq_models.checkpoints import Case, build_checkpoint, random_llama, tiny_config, torch_logits
+from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+
+TEXT = "the key of the cat is seven, and the key of the dog is four; né à l'été. " * 4
+COARSE = "kivi:bits=2,recent=4,block=4"
+WINDOW, STRIDE = 48, 20
+SIZES = ("--window", WINDOW, "--stride", STRIDE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a random one-layer model, a tokenizer and the text."""
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(random_llama(tiny_config(vocab_size=280, num_hidden_layers=1, head_dim=16)), directory)
+    return with_text(directory)
+
+
+def with_text(directory):
+    save_tokenizer(train_tokenizer([TEXT], 280), directory, 64)
+    (directory / "text.txt").write_text(TEXT, encoding="utf-8")
+    return directory
+
+
+def request(model, *more, caches=("dense",)):
+    return ("eval", model, "--text", model / "text.txt", *(part for cache in caches for part in ("--cache", cache)), *SIZES, *more)
+
+
+def their_nats(model, ids, window, stride):
+    """The loop of "Perplexity of fixed-length models" in transformers' documentation, but each -log p in place of their means."""
+    import torch
+
+    nats, end_before = [], 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        labels = torch.tensor(ids[None, begin:end], dtype=torch.long)
+        labels[:, : -(end - end_before)] = -100
+        logits = torch.from_numpy(torch_logits(model, ids[None, begin:end]))
+        losses = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")
+        nats += losses[labels[0, 1:] != -100].tolist()
+        end_before = end
+        if end == len(ids):
+            break
+    return np.array(nats)
+
+
+def test_a_dense_cache_has_the_perplexity_of_transformers(tmp_path, run_json):
+    pytest.importorskip("torch", reason="parity with transformers needs torch")
+    reference = build_checkpoint(tmp_path, Case("llama", {"vocab_size": 280, "num_hidden_layers": 1, "head_dim": 16}))
+    found = run_json(*request(with_text(tmp_path)))
+    ids = np.asarray(inputs.load_tokenizer(str(tmp_path))(TEXT).input_ids)
+    theirs = their_nats(reference, ids, WINDOW, STRIDE)
+    assert found["scored_tokens"] == theirs.size == len(ids) - 1
+    for name, numbers in (("no cache", found["exact"]), ("dense", found["caches"][0])):
+        assert numbers["perplexity"] == pytest.approx(np.exp(theirs.mean()), rel=1e-4), name
+        per_byte = theirs.sum() / np.log(2) / len(TEXT.encode())
+        assert numbers["bits_per_byte"] == pytest.approx(per_byte, rel=1e-4), "every byte of the text was scored"
+    for window, stride in ((WINDOW, STRIDE + 1), (WINDOW - 1, STRIDE)):
+        other = np.exp(their_nats(reference, ids, window, stride).mean())
+        assert found["exact"]["perplexity"] != pytest.approx(other, rel=1e-4), (
+            f"the comparison does not see windows of {window} by {stride}"
+        )
+
+
+def test_json_holds_the_numbers_of_the_library(model, run_json):
+    caches = ("dense", COARSE)
+    found = run_json(*request(model, "--flips", "--buckets", 3, "--limit", 100, "--mode", "fake", caches=caches))
+    llama, tokenizer = load_llama(model, dtype="float32")
+    text = tokenize(tokenizer, TEXT).first(100)
+    results = evaluate_caches(
+        [(llama, cache) for cache in caches], text.ids, window=WINDOW, stride=STRIDE, mode="fake", token_bytes=text.bytes
+    )
+    assert (found["text_tokens"], found["scored_tokens"], found["mode"], found["dtype"]) == (100, 99, "fake", "float32")
+    assert (found["window"], found["stride"], found["chunk"], found["step"]) == (WINDOW, STRIDE, None, None)
+    assert found["scored_bytes"] == results[0].utf8_bytes
+    parts = results[0].by_position(3)
+    assert found["positions"] == [{"first": p.first, "last": p.last, "tokens": p.tokens} for p in parts]
+    assert found["exact"]["by_position"]["nats"] == [p.exact_nats for p in parts]
+    for row, cache, result in zip(found["caches"], caches, results, strict=True):
+        assert (row["name"], kvq.parse(row["cache"])) == (cache, kvq.parse(cache))
+        names = {"perplexity": "perplexity", "bits_per_byte": "bits_per_byte", "kl": "mean_kl", "agreement": "agreement"}
+        assert {own: row[own] for own in names} == {own: getattr(result, theirs) for own, theirs in names.items()}
+        assert row["flip_positions"] == result.flips.tolist()
+        assert row["flips"] == len(row["flip_positions"]) == sum(row["by_position"]["flips"])
+        assert row["by_position"]["kl"] == [p.kl for p in result.by_position(3)]
+        size = kvq.nbytes(kvq.layout(cache, llama.config, 1, WINDOW))
+        assert (row["cache_bytes"], row["ratio"]) == (size, found["bf16_bytes"] / size)
+    assert found["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, WINDOW)
+    dense, coarse = found["caches"]
+    assert dense["kl"] < 1e-6 < 1e-2 < coarse["kl"]
+    assert coarse["ratio"] > dense["ratio"]
+
+
+def test_the_tables_hold_what_json_holds(model, run, run_json):
+    more = ("--mode", "chunked", "--chunk", 16, "--batch", 2)
+    expected = run_json(*request(model, *more, caches=(COARSE,)))
+    code, out, err = run(*request(model, *more, caches=(COARSE,)))
+    assert code == 0, err
+    row = expected["caches"][0]
+    cells = [f"{row['perplexity']:.3f}", f"{row['kl']:.5f}", f"{row['agreement']:.2%}", f"{row['ratio']:.2f}", COARSE, "no cache"]
+    cells += [f"{expected['exact']['perplexity']:.3f}", f"windows of {WINDOW} by {STRIDE}", "mode chunked (16 tokens at a time)"]
+    cells += [f"{p['first']}-{p['last']}" for p in expected["positions"]] + [f"{kl:.5f}" for kl in row["by_position"]["kl"]]
+    missing = [cell for cell in cells if cell not in out]
+    assert not missing, f"{missing} not in {out}"
+    assert "flip_positions" not in row
+    batches = -(-len(windows(expected["text_tokens"], WINDOW, STRIDE)) // 2)
+    assert f"kvq: evaluating, {3 * batches} ..." in err, "progress counts the chunks of all batches of windows"
+
+
+def test_a_text_shorter_than_the_window_is_one_window(model, run_json):
+    found = run_json(*request(model, "--limit", 12, "--mode", "fake"))
+    assert (found["scored_tokens"], found["capacity"]) == (11, 12)
+    assert found["bf16_bytes"] == kvq.dense_nbytes(load_llama(model)[0].config, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("cache", "more", "warned"),
+    [
+        (COARSE, ("--mode", "chunked", "--chunk", 44), False),  # the second chunk reads 44 tokens, of which 40 are in the body
+        (COARSE, ("--mode", "chunked", "--chunk", 48), True),
+        ("kivi:recent=44,block=4", (), True),
+        ("kivi:recent=43,block=4", (), False),
+        ("kivi:recent=60,block=4", ("--mode", "fake"), False),
+        ("dense", ("--mode", "chunked", "--chunk", 48), False),
+    ],
+)
+def test_a_warning_tells_that_nothing_is_read_quantized_exactly_where_the_numbers_are_the_exact_models(model, run, cache, more, warned):
+    _, out, err = run(*request(model, "--json", *more, caches=(cache,)))
+    assert ("nothing is read quantized" in err) is warned, err
+    if cache != "dense":
+        assert (json.loads(out)["caches"][0]["kl"] < 1e-9) is warned
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------------------------
+
+BEFORE_WEIGHTS = {
+    "missing text": (("--text", "{tmp}/none.txt"), "none.txt"),
+    "text that is no text": (("--text", "{tmp}/binary"), "not UTF-8"),
+    "empty text": (("--text", "{tmp}/empty"), "at least two tokens, and this one has 1"),
+    "text of one token": (("--limit", "1"), "at least two tokens, and this one has 1"),
+    "stride over window": (("--stride", "60"), "between 1 and the window of 48"),
+    "window beyond the positions": (("--window", "65"), "beyond the 64 positions"),
+    "window of one": (("--window", "1", "--stride", "1"), "predicts nothing"),
+    "no window": (("--window", "0"), "at least 1"),
+    "beyond the vocabulary": (("{small}",), "outside the vocabulary of 260"),
+    "no tokenizer": (("{bare}",), "has no tokenizer"),
+    "unknown mode": (("--mode", "fast"), "invalid choice: 'fast'"),
+    "chunk without chunked": (("--chunk", "8"), "--chunk is for --mode chunked, not decode"),
+    "prompt in another mode": (("--mode", "fake", "--prompt", "4"), "--prompt is for --mode decode, not fake"),
+    "prompt beyond the overlap": (("--prompt", "30"), "must fit into the 28"),
+    "unknown cache": (("--cache", "kivy"), "methods: dense, kivi, innerq"),
+    "cache that does not fit": (("--cache", "kivi:skip_layers=9"), "skip_layers names layer 9"),
+    "cache without its calibration": (("--cache", "kvquant:outliers=0.1"), "needs a calibration"),
+    "calibration that nothing needs": (("--calibration", "{tmp}/empty"), "is not needed for"),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_WEIGHTS)
+def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, tmp_path, run, monkeypatch):
+    def stop(*_, **__):
+        raise ValueError("weights were read")
+
+    monkeypatch.setattr(importlib.import_module("kvq_tools.cli.commands.eval"), "load_llama", stop)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
+    (tmp_path / "empty").write_text("")
+    bare, small = tmp_path / "bare", tmp_path / "small"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(model, small)
+    (small / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"vocab_size": 260}))
+    more, message = BEFORE_WEIGHTS[case]
+    more = [part.format(tmp=tmp_path, bare=bare, small=small) for part in more]
+    arguments = list(request(model))
+    if not more[0].startswith("--"):
+        arguments[1], more = more[0], []
+    code, out, err = run(*arguments, *more)
+    assert (code, out) == (2, ""), f"{code=} {out=} {err=}"
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("kvq: error: ")
+    assert message in lines[0]
+
+
+def test_a_cache_that_gives_nan_is_reported_as_such(model, run, run_json, monkeypatch):
+    command = importlib.import_module("kvq_tools.cli.commands.eval")
+
+    def broken(*arguments, **options):
+        results = evaluate_caches(*arguments, **options)
+        for result in results:
+            result.nats[:] = np.nan
+            result.kl[:] = np.nan
+        return results
+
+    monkeypatch.setattr(command, "evaluate_caches", broken)
+    row = run_json(*request(model, "--mode", "fake"))["caches"][0]
+    assert (row["perplexity"], row["kl"], row["bits_per_byte"]) == (None, None, None)
+    code, out, _ = run(*request(model, "--mode", "fake"))
+    assert code == 0
+    assert "│ dense    │          - │" in out

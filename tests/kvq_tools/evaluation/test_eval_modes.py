@@ -1,0 +1,227 @@
+"""The three modes: each equals what it says it does, written out by hand; the exact cache gives the exact model, a coarse one does not."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import decode_step, forward, prefill
+from kvq_models.llama.model import causal_attention as whole_attention
+from kvq_models.llama.rope import rope_for
+from kvq_tools import evaluate, evaluate_caches
+from kvq_tools.evaluation.compare import compare
+from kvq_tools.evaluation.forward import QUERY_CHUNK, causal_attention
+from kvq_tools.evaluation.windows import windows
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+
+WINDOW, STRIDE, CHUNK, TOKENS = 48, 20, 20, 150  # the last window is shorter, the last chunk too
+COARSE = "kivi:bits=4@0/2,scale_dtype=float32,sink=1,recent=5,block=8"  # fp32: a last bit of float16 would show
+CUT = windows(TOKENS, WINDOW, STRIDE)
+MODES = ("decode", "chunked", "fake")
+
+
+class Scene(NamedTuple):
+    llama: object
+    ids: np.ndarray
+    found: dict  # mode -> (dense, coarse)
+
+
+@pytest.fixture(scope="module")
+def scene():
+    llama = random_llama(tiny_config(num_hidden_layers=2, head_dim=16))
+    ids = np.random.default_rng(0).integers(0, llama.config.vocab_size, TOKENS)
+    sizes = {"window": WINDOW, "stride": STRIDE, "batch": 3, "chunk": CHUNK}
+    caches = [(llama, "dense"), (llama, COARSE)]
+    return Scene(llama, ids, {mode: evaluate_caches(caches, ids, mode=mode, **sizes) for mode in MODES})
+
+
+def nats_of(logits, following):
+    """-log p of the following tokens from logits [T, V]."""
+    logprobs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    return -np.asarray(logprobs)[np.arange(len(following)), following]
+
+
+def by_hand(ids, logits_of):
+    """-log p of the scored tokens, where logits_of(window tokens) gives logits [T - 1, V]."""
+    parts = []
+    for begin, end, first in CUT:
+        row = ids[begin:end]
+        parts.append(nats_of(logits_of(row), row[1:])[first - 1 :])
+    return np.concatenate(parts)
+
+
+def assert_close(found, wanted, what):
+    error = np.abs(found - wanted)
+    worst = int(error.argmax())
+    assert error.max() < 1e-4, f"{what}: token {worst} has {found[worst]} nats, by hand {wanted[worst]}"
+    assert np.abs(found - np.roll(wanted, 1)).max() > 0.1, f"{what}: the comparison does not see a shift by one token"
+
+
+def test_the_reference_is_the_model_without_a_cache(scene):
+    exact = jax.jit(forward)
+    wanted = by_hand(scene.ids, lambda row: exact(scene.llama, jnp.asarray(row[None]))[0, :-1])
+    for mode, results in scene.found.items():
+        for result in results:
+            assert_close(result.exact_nats, wanted, f"exact, {mode}")
+
+
+@pytest.mark.parametrize("cache", ["dense", COARSE])
+def test_decode_is_a_loop_over_decode_step(scene, cache):
+    step = jax.jit(decode_step)
+
+    def loop(row):
+        state = kvq.init_cache(cache, scene.llama.config, 1, WINDOW, "float32")
+        logits = []
+        for token in row[:-1]:
+            found, state = step(scene.llama, state, jnp.asarray([token], jnp.int32))
+            logits.append(found[0])
+        return jnp.stack(logits)
+
+    result = scene.found["decode"][cache == COARSE]
+    assert_close(result.nats, by_hand(scene.ids, loop), f"decode, {cache}")
+
+
+def test_chunked_is_a_loop_over_prefill(scene):
+    def loop(row):
+        state = kvq.init_cache(COARSE, scene.llama.config, 1, WINDOW, "float32")
+        logits = []
+        for at in range(0, len(row), CHUNK):
+            part = row[at : at + CHUNK]
+            padded = np.pad(part, (0, CHUNK - len(part)))
+            found, state = prefill(scene.llama, state, padded[None], [len(part)], logits="all")
+            logits.append(found[0, : len(part)])
+        return jnp.concatenate(logits)[:-1]
+
+    assert_close(scene.found["chunked"][1].nats, by_hand(scene.ids, loop), "chunked")
+
+
+def test_fake_is_one_forward_pass_over_round_tripped_keys_and_values(scene):
+    llama, spec = scene.llama, kvq.parse(COARSE)
+
+    @jax.jit
+    def one(row):
+        positions, valid = jnp.arange(row.size)[None], jnp.ones((1, row.size), bool)
+        rope = rope_for(llama.config, WINDOW)
+        hidden, carry = llama.embed_tokens(row[None]), ()
+        for number, layer in enumerate(llama.layers):
+            inputs = layer.attention_inputs(hidden, positions, valid, rope)
+            k, v, carry = kvq.roundtrip_layer(spec, inputs, (), number, carry)
+            hidden = layer.finish(hidden, whole_attention(inputs.q_rot, k, v, valid))
+        return llama.logits(hidden)[0, :-1]
+
+    assert len(scene.ids[CUT[-1].begin :]) % spec.block, "the last window is to end inside a block"
+    assert_close(scene.found["fake"][1].nats, by_hand(scene.ids, lambda row: one(jnp.asarray(row))), "fake")
+
+
+def test_all_modes_give_the_exact_model_for_the_dense_cache(scene):
+    for mode in MODES:
+        dense = scene.found[mode][0]
+        assert_close(dense.nats, dense.exact_nats, mode)
+        assert 0 <= dense.mean_kl < 1e-6, f"{mode}: KL {dense.mean_kl}"
+        assert dense.kl.min() >= -1e-6
+        assert dense.agreement == 1, f"{mode}: agreement {dense.agreement}"
+        assert dense.flips.size == 0
+
+
+def test_a_coarse_cache_is_further_away_in_every_mode_and_furthest_where_no_token_is_exact(scene):
+    kl = {mode: scene.found[mode][1].mean_kl for mode in MODES}
+    assert all(kl[mode] > 1e-3 for mode in MODES), kl
+    assert kl["chunked"] < kl["decode"] < kl["fake"], f"fewer of the keys and values that are read are exact: {kl}"
+    for mode in MODES:
+        dense, coarse = scene.found[mode]
+        assert coarse.flips.size == round((1 - coarse.agreement) * coarse.tokens) > 0
+        assert set(coarse.flips) < set(dense.index)
+
+
+def test_the_first_tokens_of_a_window_are_exact_until_one_has_left_the_cache_windows(scene):
+    coarse = scene.found["decode"][1]
+    exact = coarse.position <= 1 + 5 + 8 - 1
+    assert coarse.kl[exact].max() < 1e-6, "nothing was in the body"
+    assert coarse.kl[~exact].min() > 1e-6
+
+
+def test_tokens_positions_and_windows_are_those_of_the_text(scene):
+    result = scene.found["decode"][0]
+    assert result.index.tolist() == list(range(1, TOKENS))
+    begins = np.concatenate([np.full(w.end - w.begin - w.first, w.begin) for w in CUT])
+    assert (result.position == result.index - begins).all()
+    assert result.tokens == TOKENS - 1
+    assert result.utf8_bytes is None
+    assert result.bits_per_byte is None
+
+
+def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(scene):
+    sizes = np.random.default_rng(1).integers(0, 5, TOKENS)
+    options = {"window": WINDOW, "stride": WINDOW, "batch": 3, "mode": "fake"}
+    result = evaluate(scene.llama, "dense", scene.ids, token_bytes=sizes, **options)
+    unscored = np.arange(0, TOKENS, WINDOW)  # windows do not overlap: nothing precedes their first tokens
+    assert result.utf8_bytes == sizes.sum() - sizes[unscored].sum()
+    assert result.bits_per_byte == pytest.approx(result.nats.sum() / np.log(2) / result.utf8_bytes, rel=1e-6)
+
+
+def test_results_do_not_depend_on_the_batch_or_the_step(scene):
+    coarse = scene.found["decode"][1]
+    other = evaluate(scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=100, step=8)
+    assert_close(other.nats, coarse.nats, "all windows together, 8 tokens a step")
+    assert (other.index == coarse.index).all()
+
+
+def test_a_prompt_is_prefilled_and_not_scored(scene):
+    plain = scene.found["decode"][1]
+    prompted = evaluate(scene.llama, COARSE, scene.ids, window=WINDOW, stride=STRIDE, batch=3, prompt=28)
+    assert prompted.index.tolist() == list(range(28, TOKENS)), "the first window's prompt alone is not scored"
+    assert_close(prompted.exact_nats, plain.exact_nats[27:], "exact after a prompt")
+    after = prompted.position == 28
+    assert after.sum() == len(CUT)
+    assert prompted.kl[after].max() < 1e-6, "attention inside a prompt is exact, so its last logits are"
+    assert plain.kl[27:][after].min() > 1e-6
+    assert prompted.kl[~after].min() > 1e-6, "what comes later reads the prompt from the cache"
+
+
+def test_what_cannot_be_run_is_refused(scene):
+    run = functools.partial(evaluate, scene.llama, "dense", scene.ids, window=WINDOW)
+    for options, message in (
+        ({"mode": "fast"}, "must be one of decode, chunked, fake"),
+        ({"batch": 0}, "at least 1"),
+        ({"step": 0}, "step must be at least 1"),
+        ({"prompt": 4, "mode": "fake"}, "is for mode 'decode'"),
+        ({"stride": WINDOW + 1}, "between 1 and the window"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**options)
+    with pytest.raises(ValueError, match="skip_layers names layer 5"):
+        evaluate(scene.llama, "kivi:skip_layers=5", scene.ids, window=WINDOW)
+
+
+# --- its parts ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_kl_is_that_of_float64_and_zero_for_logits_that_differ_by_a_constant():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(0, 8, (1, 5, 200)).astype(np.float32)
+    logits = exact + rng.normal(0, [[[0], [1e-4], [1e-2], [1], [40]]], exact.shape).astype(np.float32)
+    p, q = (np.exp(a - a.max(-1, keepdims=True)) for a in (exact.astype(np.float64), logits.astype(np.float64)))
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    wanted = (p * np.log(p / q)).sum(-1)
+    following = np.zeros((1, 5), np.int32)
+    found = np.asarray(compare(jnp.asarray(logits), jnp.asarray(exact), following).kl)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-10)
+    assert wanted[0, 4] > 1e7 * wanted[0, 1] > 0, "the case spans many magnitudes"
+    moved = np.asarray(compare(jnp.asarray(exact + 30), jnp.asarray(exact), following).kl)
+    assert (np.abs(moved) < 1e-10).all(), moved
+
+
+def test_attention_by_chunks_of_queries_is_that_of_the_model():
+    length = 2 * QUERY_CHUNK + 3
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, heads, length, 8)), jnp.float32) for heads in (4, 2, 2))
+    wanted = whole_attention(q, k, v, jnp.ones((1, length), bool))
+    found = jax.jit(causal_attention)(q, k, v)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert np.abs(np.asarray(found) - np.roll(wanted, 1, axis=2)).max() > 0.1

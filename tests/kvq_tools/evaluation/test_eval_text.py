@@ -1,0 +1,156 @@
+"""How a text becomes windows and bytes: every token is scored once, with enough context, and every byte belongs to one token."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvq_tools.evaluation import tokenize
+from kvq_tools.evaluation.results import Evaluation
+from kvq_tools.evaluation.through import STEP, slices
+from kvq_tools.evaluation.windows import check_windows, windows
+from tests.kvq_models.checkpoints import tiny_config
+from tools.embedded_model.tokenizer import END_OF_TEXT, save_tokenizer, train_tokenizer
+
+CASES = [(tokens, window, stride) for tokens in (2, 7, 8, 9, 16, 40, 41) for window in (2, 3, 8) for stride in range(1, window + 1)]
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 3])
+def test_every_token_is_scored_once_and_after_enough_context(prompt):
+    tried = 0
+    for tokens, window, stride in CASES:
+        if prompt and (prompt > window - stride or prompt >= tokens):
+            continue
+        tried += 1
+        scored = {}
+        for begin, end, first in windows(tokens, window, stride, prompt):
+            assert 1 <= first < end - begin <= window, f"{tokens=} {window=} {stride=}: window {begin}-{end} scores from {first}"
+            for token in range(begin + first, end):
+                assert token not in scored, f"{tokens=} {window=} {stride=}: token {token} is scored twice"
+                scored[token] = token - begin
+        without_context = {token for token in range(tokens) if stride == window and token % window == 0}
+        assert set(scored) == set(range(max(prompt, 1), tokens)) - without_context, f"{tokens=} {window=} {stride=}"
+        short = [token for token, context in scored.items() if token >= window and context < max(window - stride, 1)]
+        assert not short, f"{tokens=} {window=} {stride=}: tokens {short} have too little context"
+    assert tried > 20
+
+
+def test_windows_are_those_of_the_hugging_face_documentation():
+    for tokens, window, stride in CASES:
+        found, end_before = [], 0
+        for begin in range(0, tokens, stride):  # their loop: begin_loc, end_loc, trg_len
+            end = min(begin + window, tokens)
+            found += [begin + at for at in range(max(end - begin - (end - end_before), 1), end - begin)]  # labels are shifted by one
+            end_before = end
+            if end == tokens:
+                break
+        ours = [w.begin + at for w in windows(tokens, window, stride) for at in range(w.first, w.end - w.begin)]
+        assert ours == found, f"{tokens=} {window=} {stride=}"
+
+
+def test_slices_cover_every_prediction_of_a_window_once():
+    for mode, length, prompt in itertools.product(("decode", "chunked", "fake"), (2, 33, 300, 512), (0, 1, 30)):
+        if prompt >= length or (prompt and mode != "decode"):
+            continue
+        for vocabulary in (96, 1 << 22):
+            parts = slices(mode, length, 4, vocabulary, 100, prompt)
+            predicted = [at for part in parts for at in range(part.first + 1, part.stop + 1)]
+            assert predicted == list(range(max(prompt, 1), parts[-1].stop + 1)), f"{mode} {length=} {prompt=}: {parts}"
+            assert parts[-1].stop >= length - 1
+            sizes = {part.stop - part.start for part in parts if not part.prompt}
+            assert len(sizes) == (prompt < length - 1), f"one program serves all slices: {sizes}"
+            if sizes and mode != "chunked":
+                assert sizes.pop() == (STEP if vocabulary > 96 else min(256 // STEP, -(-(length - prompt) // STEP)) * STEP)
+
+
+WRONG = {
+    "one token": (dict(tokens=1), "at least two tokens, and this one has 1"),
+    "no token": (dict(tokens=0), "at least two tokens, and this one has 0"),
+    "outside the vocabulary": (dict(tokens=97), "token id 96 at position 96 is outside the vocabulary of 96"),
+    "window of one": (dict(window=1), "predicts nothing"),
+    "window beyond the positions": (dict(window=65), "65 tokens is beyond the 64 positions"),
+    "stride over window": (dict(stride=17), "between 1 and the window of 16"),
+    "no stride": (dict(stride=0), "between 1 and the window of 16"),
+    "prompt of a window": (dict(prompt=16), "leaves nothing to score in windows of 16"),
+    "prompt beyond the overlap": (dict(prompt=9), "must fit into the 8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_scored_is_refused_in_one_line(case):
+    changes, message = WRONG[case]
+    sizes = {"tokens": 40, "window": 16, "stride": 8, "prompt": 0} | changes
+    ids = np.arange(sizes.pop("tokens"))
+    with pytest.raises(ValueError, match=message) as error:
+        check_windows(tiny_config(), ids, **sizes)
+    assert "\n" not in str(error.value)
+    check_windows(tiny_config(), np.arange(40), 16, 8, prompt=8)
+
+
+def test_a_prompt_may_be_longer_than_the_overlap_where_there_is_one_window():
+    check_windows(tiny_config(), np.arange(16), 16, 16, prompt=10)
+    assert windows(16, 16, 16, prompt=10) == ((0, 16, 10),)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(["the cat and the dog"] * 3, 280), directory, 64)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("text", ["the cat and the dog", "né à l'été, 日本語 😀!", "  two  spaces \n\n", f"one{END_OF_TEXT}two", ""])
+def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer, text):
+    found = tokenize(tokenizer, text)
+    assert found.ids.tolist() == tokenizer(text).input_ids
+    assert found.bytes is not None
+    assert found.bytes.sum() == len(text.encode())
+    assert found.bytes[0] == 0, "the token that opens a text stands for none of it"
+    assert (found.bytes >= 0).all()
+
+
+def test_the_bytes_of_whole_words_are_their_own(tokenizer):
+    found = tokenize(tokenizer, "the cat é")
+    pieces = [tokenizer.decode([i]) for i in found.ids]
+    whole = [(piece, n) for piece, n in zip(pieces, found.bytes, strict=True) if piece.isascii() and not piece.startswith("<")]
+    assert whole
+    assert all(len(piece.encode()) == n for piece, n in whole), whole
+    assert found.bytes[-2:].tolist() == [2, 0], "a character of two tokens counts for the first"
+    assert found.first(3).bytes.tolist() == found.bytes[:3].tolist()
+
+
+def test_a_tokenizer_without_offsets_gives_tokens_without_bytes(tokenizer):
+    class Slow:
+        is_fast = False
+
+        def __call__(self, text, verbose):
+            return tokenizer(text, verbose=verbose)
+
+    found = tokenize(Slow(), "the cat")
+    assert found.bytes is None
+    assert found.first(2).bytes is None
+    assert found.ids.tolist() == tokenizer("the cat").input_ids
+
+
+def test_numbers_by_position_add_up_to_those_of_the_text():
+    rng = np.random.default_rng(0)
+    position = rng.integers(1, 50, 200)
+    arrays = {name: rng.random(200).astype(np.float32) for name in ("exact_nats", "nats", "kl")}
+    found = Evaluation(None, "decode", 50, np.arange(200), position, agrees=rng.random(200) < 0.7, utf8_bytes=600, **arrays)
+    for buckets in (1, 3, 8, 50, 99):
+        parts = found.by_position(buckets)
+        assert len(parts) <= buckets
+        assert [p.first for p in parts] == [0, *(p.last + 1 for p in parts[:-1])]
+        assert parts[-1].last == 49
+        assert sum(p.tokens for p in parts) == 200
+        assert sum(p.flips for p in parts) == found.flips.size
+        for name, mean in (("nats", found.mean_nats), ("kl", found.mean_kl)):
+            total = sum(p.tokens * getattr(p, name) for p in parts if p.tokens)
+            assert total / 200 == pytest.approx(mean), f"{name} in {buckets} buckets"
+    assert found.bits_per_byte == pytest.approx(arrays["nats"].sum() / np.log(2) / 600)
+    assert found.perplexity == pytest.approx(np.exp(arrays["nats"].mean()))
+    assert found.flips.tolist() == np.flatnonzero(~found.agrees).tolist()

@@ -1,0 +1,65 @@
+"""Quality is measured through the cache: the exact cache gives the model's own numbers, and a worse cache worse ones."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvq_models.llama.model import forward
+from kvq_tools.evaluation import measure
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+
+ROWS, LENGTH = 3, 75  # not a multiple of the step
+
+
+@pytest.fixture(scope="module")
+def scene():
+    llama = random_llama(tiny_config(num_hidden_layers=2, head_dim=16))
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, llama.config.vocab_size, (ROWS, LENGTH)), jnp.int32)
+    return llama, rows
+
+
+def test_the_exact_cache_gives_the_models_own_perplexity(scene):
+    llama, rows = scene
+    found = measure(llama, "dense", rows)
+    logprobs = jax.nn.log_softmax(forward(llama, rows))
+    nats = -jnp.take_along_axis(logprobs[:, :-1], rows[:, 1:, None], axis=-1)
+    assert found.tokens == ROWS * (LENGTH - 1)
+    assert found.perplexity == pytest.approx(float(jnp.exp(jnp.mean(nats))), rel=1e-4)
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert found.agreement == 1
+
+
+def test_a_prompt_is_prefilled_and_not_scored(scene):
+    llama, rows = scene
+    found = measure(llama, "dense", rows, prompt=20)
+    logprobs = jax.nn.log_softmax(forward(llama, rows))[:, 20:-1]
+    nats = -jnp.take_along_axis(logprobs, rows[:, 21:, None], axis=-1)
+    assert found.tokens == ROWS * (LENGTH - 21)
+    assert found.nats == pytest.approx(float(jnp.mean(nats)), rel=1e-4)
+    assert found.nats != pytest.approx(measure(llama, "dense", rows).nats, rel=1e-4)
+    with pytest.raises(ValueError, match="leaves fewer than two of 75"):
+        measure(llama, "dense", rows, prompt=74)
+
+
+def test_a_method_with_prompt_statistics_needs_a_prompt_to_have_them(scene):
+    llama, rows = scene
+    options = "recent=8,block=16"
+    for prompt, same in ((0, True), (32, False)):
+        kivi, squat = (measure(llama, f"{name}:{options}", rows, prompt).kl for name in ("kivi", "squat"))
+        # two programs, compiled apart, round float32 sums apart; the codes of the two methods are told apart at 1e-2
+        assert (squat == pytest.approx(kivi, rel=1e-6)) is same, f"{prompt=}: {kivi=} {squat=}"
+
+
+def test_fewer_bits_move_further_from_the_exact_model(scene):
+    llama, rows = scene
+    kl = [measure(llama, f"kivi:bits={bits},recent=8,block=16", rows).kl for bits in (8, 4, 2)]
+    assert 0 < kl[0] < kl[1] / 4 < kl[2] / 16, f"KL at 8, 4 and 2 bits: {kl}"
+
+
+def test_tokens_outside_the_vocabulary_are_refused(scene):
+    llama, rows = scene
+    with pytest.raises(ValueError, match="between 0 and"):
+        measure(llama, "dense", rows + llama.config.vocab_size)

@@ -1,0 +1,247 @@
+"""lm-eval through a cache: its scores are those of decoding, and the cache's bits move them."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and datasets, which are others' to mend
+
+COARSE = "int2:recent=8"
+CHOICES, LINES, TEXTS = "passage_choices", "passage_lines", "passage_texts"
+
+
+@pytest.fixture(scope="module")
+def harness():
+
+    return harness
+
+
+@pytest.fixture(scope="module")
+def paragraphs() -> list[str]:
+
+    text = (Path(kvq_tools.cli.__file__).parent / "passage.txt").read_text()
+    return [" ".join(part.split()) for part in text.split("\n\n")]
+
+
+@pytest.fixture
+def task_folder(tmp_path, paragraphs, monkeypatch):
+    """Three tasks as local files; whoever opens a connection fails."""
+    import datasets
+
+    def refuse(self, address):
+        raise AssertionError(f"a connection to {address} was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and git about the machine, for seconds
+    text, rng = " ".join(paragraphs).split(), random.Random(0)
+    rows = []
+    for at in range(0, 6 * 50, 50):
+        answer = rng.randrange(3)
+        choices = [" ".join(text[other : other + 5]) for other in (at + 400, at + 700)]
+        choices.insert(answer, " ".join(text[at + 45 : at + 50]))
+        context, whole = (" ".join(text[at : at + words]) for words in (45, 60))  # tokens that share a shape, which saves compiling
+        rows.append({"context": context, "choices": choices, "label": answer, "next": choices[answer], "text": whole})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test",
+    }
+    tasks = {
+        CHOICES: {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{context}}",
+            "doc_to_choice": "choices",
+            "doc_to_target": "label",
+            "metric_list": [{"metric": "acc"}],
+        },
+        LINES: {
+            "output_type": "generate_until",
+            "doc_to_text": "{{context}}",
+            "doc_to_target": "{{next}}",
+            "generation_kwargs": {"until": [","], "max_gen_toks": 16, "do_sample": False},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+        TEXTS: {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}],
+        },
+    }
+    for name, task in tasks.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))  # JSON is YAML
+    return tmp_path
+
+
+def evaluated(lm, folder, *tasks):
+    """(results, {task: what the model answered, in the order of the rows})."""
+    import lm_eval
+
+    found = lm_eval.simple_evaluate(
+        model=lm,
+        tasks=list(tasks),
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    answers = {}
+    for task in tasks:
+        samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+        answers[task] = [(sample["arguments"], [r[0] for r in sample["resps"]]) for sample in samples]
+    return found["results"], answers
+
+
+def instances(*arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(arguments)]
+
+
+def exact(lm, context, continuation):
+    """(log-probability, greedy) of a continuation by a plain forward pass, padded to one shape."""
+    from kvq_models.llama.model import forward
+
+    row = np.zeros((1, 256), np.int32)
+    row[0, : len(context + continuation)] = context + continuation
+    logits = np.asarray(jax.jit(forward)(lm.llama, jnp.asarray(row))[0], np.float64)
+    logits = logits[len(context) - 1 : len(context + continuation) - 1]
+    logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    return logprobs[range(len(continuation)), continuation].sum(), bool((logits.argmax(-1) == continuation).all())
+
+
+def worst(found, expected):
+    return max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
+
+
+def test_scores_are_those_of_decoding_and_change_with_the_bits(harness, task_folder):
+    dense, coarse = (lm_eval_model.KvqLM(cache=cache, batch_size=6) for cache in ("dense", COARSE))
+    results, answers = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
+    again, same = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
+    moved, others = evaluated(coarse, task_folder, CHOICES, LINES, TEXTS)
+
+    pairs = [pair for arguments, resps in answers[CHOICES] for pair in zip(arguments, resps, strict=True)]
+    expected = [exact(dense, *dense._encode_pair(context, continuation)) for (context, continuation), _ in pairs]
+    assert len(pairs) == 18
+    assert worst([r for _, r in pairs], expected) < 1e-3
+    assert [greedy for _, (_, greedy) in pairs] == [greedy for _, greedy in expected]
+
+    assert same == answers, "the same cache answers differently a second time"
+    assert again[TEXTS] == results[TEXTS]
+
+    assert worst([r for _, resps in others[CHOICES] for r in resps], expected) > 0.1
+    perplexity, coarser = results[TEXTS]["word_perplexity,none"], moved[TEXTS]["word_perplexity,none"]
+    assert coarser > 1.01 * perplexity, f"2 bits: {coarser}, exact: {perplexity}"
+    assert [r for _, r in others[LINES]] != [r for _, r in answers[LINES]]
+    assert not any("," in text for _, texts in answers[LINES] + others[LINES] for text in texts)
+
+
+def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(harness, paragraphs):
+    lm = lm_eval_model.KvqLM(batch_size=2)
+    words = " ".join(paragraphs).split()
+    pairs = [(" ".join(words[at : at + length]), " " + words[at + length]) for at, length in ((0, 25), (40, 3), (90, 55), (200, 12))]
+    together = lm.loglikelihood(instances(*pairs), disable_tqdm=True)
+    alone = [lm.loglikelihood(instances(pair), disable_tqdm=True)[0] for pair in pairs]
+    assert worst(together, alone) < 1e-4
+    assert worst(together, alone[1:] + alone[:1]) > 0.1
+
+
+@pytest.mark.parametrize("context", ["decode", "prefill"])
+def test_long_contexts_lose_tokens_on_the_left(harness, paragraphs, context):
+    lm = lm_eval_model.KvqLM(max_length=40, context=context)
+    ids = lm.tok_encode(" ".join(paragraphs))[:120]
+    found = lm._loglikelihood_tokens([(None, ids[:110], ids[110:])], disable_tqdm=True)
+    assert worst(found, [exact(lm, ids[79:110], ids[110:])]) < 1e-3  # 40 inputs, and the last token
+    assert worst(found, [exact(lm, ids[80:110], ids[110:])]) > 1e-3
+
+
+def test_a_prefilled_context_gives_a_method_its_prompt_statistics(harness, paragraphs):
+    lm = lm_eval_model.KvqLM(cache="innerq:bits=2,recent=32")
+    ids = lm.tok_encode(" ".join(paragraphs))[:150]
+    scores = {}
+    for lm.context in ("decode", "prefill"):
+        scores[lm.context] = lm._loglikelihood_tokens([(None, ids[:110], ids[110:])], disable_tqdm=True)
+    true = [exact(lm, ids[:110], ids[110:])]
+    assert worst(scores["prefill"], scores["decode"]) > 1e-3
+    assert worst(scores["prefill"], true) > 1e-3, "the continuation did not read codes"
+
+
+def test_rolling_windows_predict_each_token_once(harness, paragraphs):
+    lm = lm_eval_model.KvqLM(max_length=40)
+    text = " ".join(paragraphs)[:400]
+    ids = [lm.prefix_token_id, *lm.tok_encode(text)]
+    assert len(ids) > 81
+    found = lm.loglikelihood_rolling(instances((text,)), disable_tqdm=True)
+    ends = [*range(41, len(ids), 40), len(ids)]  # of windows of 40 inputs; the last one scores what is left
+    starts = [1, *ends[:-1]]
+    expected = sum(exact(lm, ids[max(0, end - 41) : start], ids[start:end])[0] for start, end in zip(starts, ends, strict=True))
+    assert found == pytest.approx([expected], abs=1e-3)
+
+
+def test_generation_is_that_of_generate_and_ends_at_the_first_stop(harness, paragraphs):
+    from kvq_jax.cache.cache import init_cache
+    from kvq_models.inference.generation import generate
+
+    lm = lm_eval_model.KvqLM()
+
+    def text(*stops):
+        return lm.generate_until(instances((paragraphs[0], {"until": list(stops), "max_gen_toks": 12})), disable_tqdm=True)[0]
+
+    ids = lm.tok_encode(paragraphs[0])
+    tokens = np.array([ids + [0] * (52 - len(ids))])
+    cache = init_cache(lm.spec, lm.llama.config, 1, 64, "float32")
+    out = generate(lm.llama, cache, tokens, np.array([len(ids)]), max_new_tokens=12, eos_ids=(0,))
+    whole = lm.tokenizer.decode(out.tokens[0, : int(out.lengths[0])], skip_special_tokens=True)
+    early, late = whole.split()[1], whole.split()[-1]
+    assert early not in late
+    assert text() == whole
+    assert text(late, early) == whole.split(early)[0]
+
+
+def test_sampling_is_that_of_the_task_and_follows_the_seed(harness, paragraphs):
+    def texts(seed, **options):
+        lm = lm_eval_model.KvqLM(seed=seed)
+        request = (paragraphs[0], {"until": [], "max_gen_toks": 12} | options)
+        return lm.generate_until(instances(request, request), disable_tqdm=True)
+
+    greedy = texts(0)
+    warm = texts(0, do_sample=True, temperature=1.0)
+    assert greedy == texts(1)
+    assert greedy[0] == greedy[1]
+    assert warm == texts(0, temperature=1.0)
+    assert warm != texts(1, do_sample=True, temperature=1.0)
+    assert greedy[0] not in warm
+
+
+def test_mistakes_are_named(harness):
+    for arguments, line in (
+        ({"cache": "int1"}, "int1"),
+        ({"cache": "kvquant"}, "needs a calibration"),
+        ({"context": "chunked"}, "must be one of decode, prefill"),
+        ({"batch_size": "auto"}, "integer of at least 1"),
+        ({"max_length": 4096}, "2048 positions"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            lm_eval_model.KvqLM(**arguments)
+    lm = lm_eval_model.KvqLM(max_length=40)
+    for options, line in (({"num_beams": 4}, "num_beams are not supported"), ({"max_gen_toks": 40}, "leave room")):
+        with pytest.raises(ValueError, match=line):
+            lm.generate_until(instances(("It", options)), disable_tqdm=True)
+    with pytest.raises(ValueError, match="at most max_length=40"):
+        lm._loglikelihood_tokens([(None, [1], [2] * 41)])
+
+
+def test_lm_eval_finds_the_model_by_name(harness):
+    from lm_eval.api.registry import get_model
+
+    assert get_model("kvq") is lm_eval_model.KvqLM

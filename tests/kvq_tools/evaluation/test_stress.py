@@ -1,0 +1,297 @@
+"""kvq stress: the dense outputs stay, the cache becomes harder, and what cannot be done is one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import kvq_jax as kvq
+from kvq_models import EMBEDDED, load_llama, prefill, save_llama, score
+from kvq_models.llama import hf_names
+from kvq_models.llama.model import forward
+from kvq_models.llama.rope import rope_for
+from kvq_tools.evaluation.stress import Outliers, Stress, stressed, widened
+from tests.kvq_models.checkpoints import CASES, LLAMA3, YARN, build_checkpoint, random_llama, random_tokens, tiny_config, torch_logits
+from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+
+TOLERANCE = 1e-4  # of a logit, whose spread is several units
+FAMILIES = {
+    "llama": {"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3 with bias": {"attention_bias": True},
+}
+KINDS = {
+    "keys": Stress(key_outliers=Outliers(2, 12.0)),
+    "values": Stress(value_outliers=Outliers(2, 12.0)),
+    "bias": Stress(key_bias=50.0),
+    "all": Stress(Outliers(3, 6.0), Outliers(1, 6.0), 50.0, seed=3),
+}
+
+jitted_forward = jax.jit(forward)
+
+
+@functools.cache
+def plain(family):
+    """(a random model, its logits)."""
+    llama = random_llama(tiny_config(family.split()[0], **FAMILIES[family]))
+    return llama, np.asarray(jitted_forward(llama, random_tokens((2, 48))))
+
+
+def possible(llama, stress):
+    """Without the key bias where the family cannot have one."""
+    return Stress(stress.key_outliers, stress.value_outliers, None, stress.seed) if llama.config.qk_norm else stress
+
+
+def families(test):
+    return pytest.mark.parametrize("family", FAMILIES)(test)
+
+
+def leaves(llama):
+    return {path: np.asarray(weight.leaf) for path, weight in hf_names.weights(llama).items()}
+
+
+def largest_change(llama, logits):
+    return float(np.abs(np.asarray(jitted_forward(llama, random_tokens((2, 48)))) - logits).max())
+
+
+# --- dense outputs stay -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "kind"), [(f, k) for f in FAMILIES for k in KINDS if not (f.startswith("qwen3") and k == "bias")])
+def test_dense_logits_stay_and_the_comparison_sees_what_a_half_done_change_does(family, kind):
+    llama, logits = plain(family)
+    stress = possible(llama, KINDS[kind])
+    harder = stressed(llama, stress)
+    change = largest_change(harder, logits)
+    assert change < TOLERANCE, f"{kind}: a logit moved by {change:.1e}"
+    undone = "o_proj.kernel" if stress.value_outliers else "q_norm.scale" if llama.config.qk_norm else "q_proj.kernel"
+    old, new, half = leaves(llama), leaves(harder), {}
+    for path in (path for path in new if path.endswith(undone)):
+        half[path] = jnp.asarray(old[path] if new[path].shape == old[path].shape else new[path] / np.float32(1.4))
+    control = largest_change(hf_names.replace_weights(harder, half), logits)
+    assert control > 100 * TOLERANCE, f"{kind}: the comparison does not see that {undone} was left as it was ({control:.1e})"
+
+
+def test_a_constant_among_the_old_channels_would_change_the_logits():
+    """Which is why the heads are widened."""
+    llama, logits = plain("llama")
+    path, wide = "layers.0.k_proj.bias", stressed(llama, Stress(key_bias=0.0))
+    bias = leaves(wide)[path].copy()
+    bias[-2] += 5  # an even channel: an old one
+    control = largest_change(hf_names.replace_weights(wide, {path: jnp.asarray(bias)}), logits)
+    assert control > 100 * TOLERANCE
+
+
+@families
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_factor_of_one_leaves_every_weight_bitwise_equal_and_another_one_does_not(factor, family):
+    llama, _ = plain(family)
+    found = leaves(stressed(llama, Stress(Outliers(2, factor), Outliers(3, factor))))
+    different = {path.split(".", 2)[-1] for path, leaf in leaves(llama).items() if leaf.tobytes() != found[path].tobytes()}
+    scaled = {"q_norm.scale", "k_norm.scale"} if llama.config.qk_norm else {"q_proj.kernel", "k_proj.kernel"}
+    biases = {f"{name}.bias" for name in ("q_proj", "k_proj", "v_proj") if not (llama.config.qk_norm and name != "v_proj")}
+    expected = scaled | {"v_proj.kernel", "o_proj.kernel"} | (biases if llama.config.qkv_bias else set())
+    assert different == (expected if factor != 1 else set())
+
+
+def test_powers_of_two_are_exact_in_bfloat16():
+    llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16), dtype=jnp.bfloat16)
+    found = leaves(stressed(llama, Stress(Outliers(2, 16.0), Outliers(2, 16.0))))
+    for path, leaf in leaves(llama).items():
+        ratio = found[path].astype(np.float32) / leaf.astype(np.float32)
+        assert set(np.unique(ratio)) <= {1 / 16, 1.0, 16.0}, path
+
+
+def test_the_written_checkpoint_gives_transformers_the_logits_of_the_old_one(tmp_path):
+    pytest.importorskip("torch", reason="parity with transformers needs torch")
+    from transformers import AutoModelForCausalLM
+
+    tokens = random_tokens((2, 40))
+    for name in ("qwen2_tied_gqa7", "mistral"):
+        want = torch_logits(build_checkpoint(tmp_path / name, CASES[name]), tokens)
+        llama, _ = load_llama(tmp_path / name, dtype="float32")
+        save_llama(stressed(llama, possible(llama, KINDS["all"])), tmp_path / f"{name} harder")
+        got = torch_logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} harder"), tokens)
+        assert np.abs(got - want).max() < TOLERANCE, f"{name}: a logit moved by {np.abs(got - want).max():.1e}"
+
+
+# --- channels -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_outliers_are_whole_pairs_of_the_keys_and_channels_of_the_values_in_every_head_and_layer():
+    llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16))
+    found = leaves(stressed(llama, Stress(Outliers(3, 4.0), Outliers(5, 8.0))))
+    drawn = set()
+    for layer in range(2):
+        ratio = {name: found[path] / leaves(llama)[path] for name in "kv" for path in (f"layers.{layer}.{name}_proj.kernel",)}
+        keys, values = (ratio[name].reshape(-1, 2, 16) for name in "kv")
+        assert (keys[..., :8] == keys[..., 8:]).all(), f"layer {layer}: the two channels of a pair differ"
+        assert ((keys[0] == 4).sum(-1) == 6).all(), f"layer {layer}: {keys[0]}"
+        assert ((values[0] == 8).sum(-1) == 5).all(), f"layer {layer}: {values[0]}"
+        drawn |= {head.tobytes() for head in (*keys[0], *values[0])}
+    assert len(drawn) == 8, "two heads have the same draws"
+
+
+def test_the_seed_decides_and_kinds_do_not_disturb_each_other():
+    llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16))
+    keys = Stress(key_outliers=Outliers(2, 4.0))
+    alone, again = (leaves(stressed(llama, keys))["layers.1.k_proj.kernel"] for _ in range(2))
+    both = leaves(stressed(llama, Stress(Outliers(2, 4.0), Outliers(2, 4.0))))["layers.1.k_proj.kernel"]
+    other = leaves(stressed(llama, Stress(key_outliers=Outliers(2, 4.0), seed=1)))["layers.1.k_proj.kernel"]
+    assert alone.tobytes() == again.tobytes() == both.tobytes() != other.tobytes()
+
+
+def test_a_key_bias_stands_where_queries_are_zero_at_frequencies_between_the_old_ones():
+    config = tiny_config(head_dim=32, rope_scaling=LLAMA3, rope_theta=1e4)
+    harder = stressed(random_llama(config), Stress(key_bias=50.0))
+    found = leaves(harder)
+    for layer in range(2):
+        bias = found[f"layers.{layer}.k_proj.bias"].reshape(2, 64)
+        assert (np.abs(bias[:, [1, 17, 33, 49]]) == 50).all(), "channels 1, 17 and their partners"
+        assert (bias[:, ::2] == 0).all(), "an old channel has a constant"
+        queries = found[f"layers.{layer}.q_proj.kernel"].reshape(-1, 4, 64)
+        assert (queries[..., 1::2] == 0).all()
+        assert (queries[..., ::2] != 0).all()
+    before, after = (rope_for(c, 64).inverse_frequencies for c in (config, harder.config))
+    np.testing.assert_allclose(after[::2], before, rtol=1e-6)
+
+
+# --- a harder cache -----------------------------------------------------------------------------------------------------------------------
+
+
+def cache_error(llama, spec):
+    """Mean |change of a log-probability| by a cache, read through it; the first half is prefilled."""
+    tokens, found = random_tokens((2, 64)), []
+    for one in ("dense", spec):
+        cache = kvq.init_cache(one, llama.config, 2, 64, "float32")
+        _, cache = prefill(llama, cache, tokens[:, :32])
+        found.append(score(llama, cache, tokens[:, 32:])[0])
+    return float(jnp.abs(found[1] - found[0]).mean())
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("keys", "int4:block=8"), ("values", "kivi:bits=4,recent=0,block=16,group_size=16"), ("bias", "int4:block=8")]
+)
+def test_the_cache_became_harder(kind, spec):
+    llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
+    control = stressed(llama, Stress(key_bias=0.0)) if kind == "bias" else llama
+    before, after = cache_error(control, spec), cache_error(stressed(llama, KINDS[kind]), spec)
+    assert after > 2 * before > 0, f"{spec}: {before:.4f} before, {after:.4f} after"
+
+
+def test_a_key_bias_does_not_disturb_a_cache_with_a_scale_for_each_channel():
+    """The module says that it only hurts where channels share a scale."""
+    llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
+    before, after = (
+        cache_error(stressed(llama, Stress(key_bias=bias)), "k=kivi:bits=4,group_size=16+v=dense+cache:sink=0,recent=0,block=16")
+        for bias in (0.0, 50.0)
+    )
+    assert after == pytest.approx(before, rel=1e-3)
+
+
+# --- the command --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    llama = random_llama(tiny_config(vocab_size=300, num_hidden_layers=1), dtype=jnp.bfloat16)
+    save_llama(llama, directory)
+    save_tokenizer(train_tokenizer(["one two three"] * 3, 300), directory, 64)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    return directory
+
+
+@pytest.mark.parametrize(("factor", "dtype"), [(16, "bfloat16"), (10, "float32")])
+def test_the_command_writes_the_librarys_model_in_a_dtype_that_loses_nothing(factor, dtype, model, tmp_path, run_json):
+    out = tmp_path / "harder"
+    found = run_json("stress", model, "--out", out, "--key-outliers", f"2x{factor}", "--value-outliers", f"3x{factor}", "--seed", 5)
+    llama, _ = load_llama(model, dtype="float32")
+    expected = leaves(stressed(llama, Stress(Outliers(2, factor), Outliers(3, factor), seed=5)))
+    written, tokenizer = load_llama(out, dtype="float32")
+    for path, leaf in leaves(written).items():
+        assert leaf.tobytes() == expected[path].tobytes(), path
+    stored = load_file(out / "model.safetensors")
+    assert {str(array.dtype) for array in stored.values()} == {dtype} == {found["dtype"]}
+    assert found["largest_logit_change"] < TOLERANCE < found["largest_logit"]
+    assert (found["key_outliers"], found["key_bias"], found["seed"]) == ({"channels": 2, "factor": factor}, None, 5)
+    assert tokenizer is not None
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (model / name).read_bytes(), name
+
+
+def test_the_command_says_what_it_did_in_one_line(model, tmp_path, run):
+    code, out, err = run("stress", model, "--out", tmp_path / "a", "--key-bias", 30)
+    assert code == 0, err
+    assert out.count("\n") == 1
+    for part in ("llama, float32", "heads widened to 32 channels with a key bias of 30", "seed 0", "largest change of a logit"):
+        assert part in out, f"{part!r} is missing in {out}"
+    fields = json.loads((tmp_path / "a/config.json").read_text())
+    assert (fields["model_type"], fields["attention_bias"], fields["head_dim"]) == ("llama", True, 32)
+
+
+BAD = {
+    "nothing to do": ((), "nothing to do"),
+    "no such form": (("--key-outliers", "4"), "'4' is not CHANNELSxFACTOR"),
+    "no channels": (("--value-outliers", "0x4"), "between 1 and 16"),
+    "too many pairs": (("--key-outliers", "9x4"), "between 1 and 8"),
+    "factor of zero": (("--key-outliers", "2x0"), "factor above 0"),
+    "negative bias": (("--key-bias", "-1"), "at least 0"),
+    "infinite bias": (("--key-bias", "inf"), "at least 0"),
+    "bias beyond float32": (("--key-bias", "1e300"), "at most 3.4e+38"),
+    "factor beyond float32": (("--key-outliers", f"2x1{'0' * 40}", "--json"), "from 1.2e-38 to 8.5e+37"),
+    "factor whose inverse is none": (("--value-outliers", f"2x0.{'0' * 40}1"), "from 1.2e-38"),
+    "keys that overflow": (("--key-bias", "3.4e38"), "logits are not finite"),
+    "negative seed": (("--key-bias", "1", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
+    "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
+    "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_request_is_one_line_and_writes_nothing(case, model, tmp_path, run):
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    options, message = BAD[case]
+    code, out, err = run("stress", model, "--out", tmp_path / "new", *(option.format(model=model) for option in options))
+    assert (code, out) == (2, ""), err
+    errors = [line for line in err.splitlines() if "kvq: error:" in line]
+    assert len(errors) == 1, err
+    assert message in errors[0]
+    assert not list(tmp_path.iterdir())
+    assert before == {path: path.read_bytes() for path in model.iterdir()}
+
+
+@pytest.mark.parametrize("stress", [Stress(value_outliers=Outliers(2, 1e7)), Stress(key_bias=1e5)])
+def test_weights_that_overflow_the_models_dtype_are_refused(stress):
+    with pytest.raises(ValueError, match="is not finite in float16 after the change"):
+        stressed(random_llama(tiny_config(num_hidden_layers=1), dtype=jnp.float16), stress)
+
+
+def test_a_key_bias_is_refused_where_keys_are_normalized_or_wider_heads_would_turn_otherwise():
+    for config, message in (
+        (tiny_config("qwen3"), "QK-norm"),
+        (tiny_config(head_dim=16, rope_scaling=YARN | {"original_max_position_embeddings": 32}), "'yarn' depend on the head's width"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stressed(random_llama(config), Stress(key_bias=1.0))
+
+
+def test_the_embedded_model_keeps_its_predictions():
+    """Trained weights, whose attention is sharp; relative to the largest logit, since sums have another order in wider heads."""
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    tokens = np.asarray([tokenizer("The pass key is 48213. Remember it. 48213 is the pass key.\nWhat is the pass key?").input_ids])
+    want = np.asarray(jitted_forward(llama, tokens))
+    change = np.abs(np.asarray(jitted_forward(stressed(llama, KINDS["all"]), tokens)) - want).max() / np.abs(want).max()
+    assert change < TOLERANCE / 10, f"relative change {change:.1e}"
+
+
+def test_wider_heads_keep_a_family_that_has_biases():
+    assert widened(tiny_config("qwen2")).model_type == "qwen2"
+    assert widened(tiny_config("mistral")).model_type == "llama"

@@ -1,0 +1,391 @@
+"""Tasks: prompts say what they are said to say, generation runs through the cache, and what a user gets wrong is one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import EMBEDDED, load_llama, save_llama
+from kvq_tools.evaluation.stress import Outliers, Stress, stressed
+from kvq_tools.evaluation.tasks import gsm8k, longbench, niah, passkey
+from kvq_tools.evaluation.tasks.filler import depth_of, fitted
+from kvq_tools.evaluation.tasks.runner import batches, capacity, check_samples, run
+from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
+
+TEXT = " ".join(f"Sentence {i} of the text says little, and says it slowly." for i in range(400))
+DEPTHS = (0.0, 0.3, 1.0)
+
+
+@functools.cache
+def embedded_prompts():
+    from kvq_models.llama.checkpoint import load_tokenizer
+
+    return Prompts(load_tokenizer(EMBEDDED))
+
+
+def passkeys(**changes):
+    settings = {"lengths": (200, 400), "depths": DEPTHS, "count": 2, "seed": 0, "text": None}
+    return passkey.generated(embedded_prompts(), **settings | changes)
+
+
+def needles(kind, **changes):
+    settings = {"lengths": (500,), "depths": DEPTHS, "count": 2, "seed": 0, "text": TEXT, "max_new_tokens": 32}
+    return niah.generated(embedded_prompts(), kind, **settings | changes)
+
+
+def prompt_text(sample):
+    return embedded_prompts().decode(list(sample.prompt))
+
+
+# --- generated samples --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [passkeys, functools.partial(needles, "multikey_1"), functools.partial(needles, "multikey_3")])
+def test_the_seed_decides_about_samples(make):
+    assert make() == make()
+    assert make() != make(seed=1)
+    assert len({sample.answers for sample in make()}) > 1
+
+
+@pytest.mark.parametrize("text", [None, TEXT])
+def test_a_pass_key_is_stated_once_at_its_depth_in_a_prompt_of_its_length(text):
+    for sample in passkeys(text=text):
+        words, (key,) = prompt_text(sample), sample.answers
+        fact = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
+        assert words.count(fact) == 1
+        assert words.startswith(passkey.OPENING)
+        assert words.endswith("\nWhat is the pass key? The pass key is "), "the digits come next"
+        before, after = (len(part.split()) for part in words.removeprefix(passkey.OPENING).split(fact))
+        after -= len(f"{passkey.QUESTION}{passkey.ANSWER_PREFIX}".split())
+        assert before / (before + after) == pytest.approx(sample.labels["depth"], abs=1 / (before + after))
+        need = len(sample.prompt) + sample.max_new_tokens
+        assert sample.labels["length"] - 8 <= need <= sample.labels["length"], f"{need} tokens"
+
+
+@pytest.mark.parametrize("kind", niah.KINDS)
+def test_needles_stand_where_they_are_said_to_be_and_are_asked_for_as_ruler_does(kind):
+    what = niah.KINDS[kind]
+    length = 2000 if what.keys == "uuids" else 500
+    samples = needles(kind, lengths=(length,))
+    assert len(samples) == (len(DEPTHS) * 2 if what.single else 2), "several needles have no single depth"
+    for sample in samples:
+        words = prompt_text(sample)
+        assert len(sample.facts["needles"]) == what.needles * what.values_each
+        assert all(words.count(needle) == 1 for needle in sample.facts["needles"])
+        found = dict.fromkeys(re.findall(rf"One of the special magic {what.values} for (\S+) is: (\S+)\.", words))
+        assert (len(found) > len(sample.facts["needles"])) is (what.haystack == "needles")
+        asked = re.search(r"What (?:is|are all) the special magic \w+ for (.*) mentioned in the provided text\?", words)
+        keys = re.split(r", and |, ", asked[1])
+        assert sorted(value for key, value in found if key in keys) == sorted(sample.answers)
+        assert len(keys) == what.asked
+        assert len(sample.prompt) + 32 <= length
+        depth = sample.labels["depth"]
+        if depth is not None:
+            context = words.split("afterwards.\n")[1].split("\nWhat is")[0]
+            place = context.index(sample.facts["needles"][0]) / (len(context) - len(sample.facts["needles"][0]))
+            assert place == pytest.approx(depth, abs=0.15), f"{place} for {depth}"
+
+
+def test_prompts_of_needles_are_those_of_rulers_own_file():
+    words = prompt_text(needles("multikey_3")[0])
+    start = (
+        "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you about the uuid afterwards.\n"
+    )
+    key = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
+    line = rf"One of the special magic uuids for {key} is: {key}\.\n"
+    question = rf"What is the special magic uuid for ({key}) mentioned in the provided text\?"
+    end = r" The special magic uuid for \1 mentioned in the provided text is"
+    assert re.fullmatch(f"{re.escape(start)}({line})+{question}{end}".replace(r"\1", r"\2"), words), words
+
+
+def test_several_values_are_asked_for_in_the_plural_and_a_suffix_comes_last():
+    words = prompt_text(needles("multiquery", suffix=": ")[0])
+    assert words.startswith("Some special magic numbers are hidden within")
+    assert re.search(r"What are all the special magic numbers for (\S+), (\S+), (\S+), and (\S+) mentioned", words)
+    assert words.endswith("mentioned in the provided text are: ")
+
+
+def test_filler_is_as_long_as_fits():
+    lengths = {n: list(range(10 + 7 * n)) for n in range(200)}
+    for budget in (10, 16, 17, 500, 1403, 9999):
+        found = len(fitted(lengths.__getitem__, 199, budget))
+        assert found <= budget
+        assert found + 7 > budget - 4 or found == len(lengths[199]), f"{found} of {budget}"
+    with pytest.raises(ValueError, match="has 10 tokens already, and 9 are asked for"):
+        fitted(lengths.__getitem__, 199, 9)
+
+
+def test_what_cannot_be_made_is_refused():
+    for make, message in (
+        (lambda: passkeys(lengths=(40,)), "without filler"),
+        (lambda: passkeys(lengths=(2000,), text="too short a text"), "4 words, too few to fill 2000 tokens"),
+        (lambda: needles("single_2", text=None), "give one"),
+        (lambda: needles("single_2", lengths=(2000,), text="Too short. A text."), "2 sentences, too few"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------------------
+
+
+def lines(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_ready_made_samples_are_asked_as_they_are(tmp_path):
+    prompts = embedded_prompts()
+    keys = lines(tmp_path / "keys", {"input": "No. The pass key is 12345. No. No.", "target": "12345"}, "", {"input": "b", "target": "1"})
+    first, _ = passkey.from_file(keys, prompts)
+    assert prompt_text(first) == "No. The pass key is 12345. No. No.What is the pass key? The pass key is "
+    assert (first.answers, first.labels["depth"]) == (("12345",), 0.5)
+    assert len(passkey.from_file(keys, prompts, limit=1)) == 1
+    whole = {"input": "hay needle hay. It is", "outputs": ["needle", "hay"]}
+    split = {"input": "hay needle hay.", "answer_prefix": " It is", "outputs": ["needle"]}
+    file = lines(tmp_path / "hay", whole, split)
+    assert [prompt_text(sample) for sample in niah.from_file(file, prompts, suffix=":")] == ["hay needle hay. It is:"] * 2
+    assert niah.from_file(file, prompts)[0].answers == ("needle", "hay")
+
+
+def test_gsm8k_is_asked_after_worked_examples(tmp_path):
+    file = lines(tmp_path / "problems", {"question": "How many?", "answer": "One and one.\n#### 1,002"})
+    for count, start in ((8, "Q: There are 15 trees in the grove."), (1, "Q: There are 15 trees"), (0, "Q: How many?")):
+        (sample,) = gsm8k.from_file(file, embedded_prompts(), examples=count)
+        words = prompt_text(sample)
+        assert words.startswith(start)
+        assert words.endswith("Q: How many?\nA:")
+        assert words.count("Q: ") == words.count("\nA:") == count + 1
+        assert words.count("The answer is") == count
+        assert sample.answers == ("1002",)
+
+
+def bench(tmp_path, name="qasper", **row):
+    fields = {"input": "Why?", "context": "Because.", "answers": ["so", "thus"], "all_classes": None, "length": 5000}
+    return lines(tmp_path / f"{name}.jsonl", fields | row)
+
+
+def test_longbench_takes_prompt_length_and_dataset_from_the_benchmark(tmp_path):
+    prompts = embedded_prompts()
+    (sample,) = longbench.from_file(bench(tmp_path), prompts, 2048)
+    words = prompt_text(sample)
+    assert words.startswith("You are given a scientific article and a question. Answer the question as concisely as you can")
+    assert words.endswith("Question: Why?\n\nAnswer:")
+    assert "Article: Because." in words
+    assert (sample.answers, sample.max_new_tokens) == (("so", "thus"), 128)
+    assert dict(sample.labels) == {"dataset": "qasper", "words": "4-8k"}
+    named = longbench.from_file(bench(tmp_path, "x", dataset="trec_e", all_classes=["a"]), prompts, 2048)
+    assert (named[0].labels["dataset"], named[0].max_new_tokens, named[0].facts["classes"]) == ("trec", 64, ["a"])
+    asked = longbench.from_file(bench(tmp_path, "x"), prompts, 2048, dataset="lcc", max_new_tokens=7)
+    assert (asked[0].labels["dataset"], asked[0].max_new_tokens) == ("lcc", 7)
+
+
+class Words:
+    """A tokenizer whose tokens are the words of a text, and which may add tokens of its own."""
+
+    def __init__(self, extra=0):
+        self.extra, self.words = extra, []
+
+    def __call__(self, text, **_):
+        ids = []
+        for word in text.split():
+            self.words += [] if word in self.words else [word]
+            ids.append(self.words.index(word))
+        return type("Encoded", (), {"input_ids": [*ids, *[0] * self.extra]})
+
+    def decode(self, ids, **_):
+        return " ".join(self.words[i] for i in ids) + " "
+
+
+@pytest.mark.parametrize(("most", "kept"), [(10, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]), (7, [0, 1, 2, 17, 18, 19]), (20, list(range(20)))])
+def test_a_long_prompt_keeps_the_first_and_the_last_half_of_its_tokens(most, kept):
+    text = " ".join(f"w{i}" for i in range(20))
+    ids, cut = longbench.truncated(text, Prompts(Words()), most, 100, plain=False)
+    assert ids == kept
+    assert cut == 20 - len(kept)
+
+
+def test_more_is_cut_where_a_chat_template_needs_the_room():
+    text, words = " ".join(f"w{i}" for i in range(20)), Words()
+    prompts = Prompts(words, lambda turn: [7, 7, 7, *words(turn).input_ids])
+    ids, cut = longbench.truncated(text, prompts, 20, 20, plain=False)
+    assert (ids, cut) == ([7, 7, 7, *range(8), *range(12, 20)], 4)
+    assert longbench.truncated(text, prompts, 20, 20, plain=True)[0] == list(range(20))
+    with pytest.raises(ValueError, match="leave 4 tokens for a prompt, too few"):
+        longbench.truncated(text, prompts, 4, 4, plain=False)
+
+
+def test_a_chat_template_holds_the_question_and_the_answer_begins_after_it():
+    tokenizer = embedded_prompts().tokenizer
+    prompts = Prompts(tokenizer, lambda turn: list(tokenizer(f"<user>{turn}</user>").input_ids))
+    (sample,) = passkey.generated(prompts, lengths=(200,), depths=(0,), count=1)
+    assert prompt_text(sample).endswith("What is the pass key?</user> The pass key is ")
+
+
+BAD_FILES = {
+    "no file": (None, "No such file"),
+    "empty": ("", "has no samples"),
+    "no json": ("{", "line 1: not JSON"),
+    "a list": ("[1]", "must be an object, not a list"),
+    "no field": ('{"input": "a", "context": "b"}', "needs the field 'answers', a list"),
+    "a number": ('{"input": 3, "context": "b", "answers": ["c"]}', "needs the field 'input', a str"),
+    "a dataset that is no text": ('{"input": "a", "context": "b", "answers": ["c"], "dataset": 7}', "'dataset' must be a str, not a int"),
+    "classes that are no list": (
+        '{"input": "a", "context": "b", "answers": ["c"], "dataset": "trec", "all_classes": 5}',
+        "line 1: the field 'all_classes' must be a list, not a int",
+    ),
+    "classes that are no texts": (
+        '{"input": "a", "context": "b", "answers": ["c"], "dataset": "trec", "all_classes": [5]}',
+        "'all_classes' must list texts only",
+    ),
+    "half a surrogate pair": ('{"input": "a", "context": "\\ud800", "answers": ["c"]}', "the field 'context' is no text"),
+    "endless": ("[" * 100_000, "line 1: not JSON"),
+    "no answers": ('{"input": "a", "context": "b", "answers": []}', "must list at least one text"),
+    "no dataset": ('{"input": "a", "context": "b", "answers": ["c"]}', "'file' is no dataset of LongBench; known: narrativeqa"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_named_with_its_line(case, tmp_path):
+    content, message = BAD_FILES[case]
+    if content is not None:
+        (tmp_path / "file").write_text(content)
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+        longbench.from_file(tmp_path / "file", embedded_prompts(), 2048)
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        (passkey, {"input": "", "target": ""}),
+        (passkey, {"input": "The key is 1.", "target": ""}),
+        (niah, {"input": "", "outputs": [""]}),
+        (niah, {"input": "hay", "outputs": ["a", ""]}),
+    ],
+)
+def test_samples_without_text_are_refused(task, row, tmp_path):
+    with pytest.raises(ValueError, match=r"line 1: the field '.*' has an empty text"):
+        task.from_file(lines(tmp_path / "data", row), embedded_prompts())
+
+
+def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
+    with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
+        check_samples([Sample((), ("a",), 1)], tiny_config())
+    assert depth_of("", "") is None
+
+
+# --- running ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A directory with a random one-layer model and a tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny")
+    save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)), directory)
+    save_tokenizer(train_tokenizer(["one two three four"] * 3, 300), directory, 256)
+    return directory
+
+
+def lengths_task(asked):
+    """Scores the number of characters; finished after `asked` of them."""
+    return Task(lambda _, text: {"characters": min(len(text), asked) / asked}, lambda _, text: len(text) >= asked)
+
+
+def test_prompts_of_one_batch_need_the_same_cache_and_the_last_batch_is_filled_up():
+    config = tiny_config(max_position_embeddings=256)
+    samples = [Sample((1,) * length, (), new) for length, new in ((3, 8), (70, 8), (5, 8), (9, 8), (90, 8), (60, 4), (200, 56))]
+    assert [capacity(sample, config) for sample in samples] == [64, 128, 64, 64, 128, 64, 256]
+    assert list(batches(samples, config, 2)) == [[6], [1, 4], [0, 2], [3, 3], [5]]
+    assert list(batches(samples, config, 8)) == [[6], [1, 4], [0, 2, 3], [5]]
+
+
+def test_scores_do_not_depend_on_the_batch_and_every_sample_is_answered_once(tiny):
+    llama, tokenizer = load_llama(tiny, dtype="float32")
+    prompts = Prompts(tokenizer)
+    samples = [Sample(tuple(prompts.ids("one two three " * n)), (), 12) for n in (1, 2, 3)]
+    found = {}
+    for batch in (1, 2):
+        answers = list(run(llama, kvq.parse("dense"), lengths_task(1000), samples, prompts, batch=batch))
+        assert sorted(answer.index for answer in answers) == [0, 1, 2], f"batches of {batch}"
+        found[batch] = {answer.index: (answer.text, answer.tokens) for answer in answers}
+    assert found[1] == found[2]
+    assert len({text for text, _ in found[1].values()}) > 1, "the prompts make no difference"
+
+
+def test_generation_ends_where_the_task_is_finished(tiny):
+    llama, tokenizer = load_llama(tiny, dtype="float32")
+    sample = Sample(tuple(Prompts(tokenizer).ids("one two")), (), 60)
+    counts = [
+        next(run(llama, kvq.parse("dense"), lengths_task(asked), [sample], Prompts(tokenizer), batch=1)).tokens for asked in (1, 10_000)
+    ]
+    assert counts[0] < counts[1]
+
+
+def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_path):
+    """On trained weights, with keys that int4 cannot hold: the answers come from what the cache holds."""
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    save_llama(stressed(llama, Stress(key_outliers=Outliers(4, 64.0))), tmp_path, tokenizer)
+    arguments = ("--lengths", 256, "--depths", "0.2,0.6", "--limit", 2, "--cache", "dense", "--cache", "int4")
+    found = run_json("passkey", tmp_path, *arguments, "--answers", tmp_path / "answers")
+    exact, forgetful = found["caches"]
+    assert exact["scores"] == {"accuracy": 1}
+    assert forgetful["scores"] == {"accuracy": 0}
+    assert [(part["depth"], part["samples"], part["accuracy"]) for part in exact["by"]["depth"]] == [(0.2, 2, 1), (0.6, 2, 1)]
+    assert exact["by"]["length"] == [{"length": 256, "samples": 4, "accuracy": 1}]
+    assert exact["bytes"] > forgetful["bytes"]
+    assert (found["samples"], found["cut_samples"], found["max_new_tokens"]) == (4, 0, 16)
+    assert "What is the pass key? The pass key is " in found["rules"]["prompt"]
+    written = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
+    shown = [{"cache": one["name"]} | answer for one in found["caches"] for answer in one["answers"]]
+    assert sorted(written, key=str) == sorted(shown, key=str)
+
+
+def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
+    file = bench(tmp_path, "trec", all_classes=["Yes", "No"], answers=["Yes"])
+    code, out, err = run("longbench", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8, "--max-length", 20)
+    assert code == 0, err
+    for part in ("truncation: ", "1 samples with prompts of 20 to", "1 of them cut", "│ int4", "score"):
+        assert part in out, f"{part!r} is missing in {out}"
+
+
+BAD_REQUESTS = {
+    "too long": (("passkey", "--lengths", "400"), "and the model was trained for 256 positions"),
+    "too short": (("passkey", "--lengths", "20"), "without filler"),
+    "negative seed": (("passkey", "--lengths", "200", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
+    "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
+    "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
+    "no number": (("passkey", "--depths", "x"), "not a list of numbers"),
+    "data and lengths": (("passkey", "--data", "{tmp}/empty", "--lengths", "9"), "--lengths is for generated samples"),
+    "no text": (("niah", "--task", "multikey_1", "--max-new-tokens", "4"), "give one (--text FILE)"),
+    "no task": (("niah", "--task", "multikey_9"), "invalid choice"),
+    "no data": (("gsm8k",), "--data"),
+    "missing data": (("gsm8k", "--data", "{tmp}/none"), "none"),
+    "empty data": (("gsm8k", "--data", "{tmp}/empty"), "has no samples"),
+    "too many shots": (("gsm8k", "--data", "{tmp}/empty", "--shots", "9"), "invalid choice"),
+    "unknown cache": (("gsm8k", "--data", "{tmp}/empty", "--cache", "kivo"), "unknown cache method"),
+    "no dataset": (("longbench", "--data", "{tmp}/row"), "'row' is no dataset"),
+    "answers exist": (("gsm8k", "--data", "{tmp}/row", "--answers", "{tmp}/row"), "must be a new file"),
+    "no chat template": (("longbench", "--data", "{tmp}/row", "--dataset", "qasper", "--chat"), "no chat template"),
+    "no room": (("longbench", "--data", "{tmp}/row", "--dataset", "qasper", "--max-new-tokens", "255"), "no room for a prompt in 256"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_one_line_before_weights_are_read(case, tiny, tmp_path, run, monkeypatch):
+    from kvq_tools.cli import task_runs
+
+    monkeypatch.setattr(task_runs, "load_llama", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "empty").write_text("")
+    lines(tmp_path / "row", {"input": "a", "context": "b", "answers": ["c"]})
+    (command, *options), message = BAD_REQUESTS[case]
+    code, out, err = run(command, tiny, *(option.format(tmp=tmp_path) for option in options))
+    assert (code, out) == (2, ""), err
+    errors = [line for line in err.splitlines() if "kvq: error:" in line]
+    assert len(errors) == 1, err
+    assert message in errors[0], errors[0]

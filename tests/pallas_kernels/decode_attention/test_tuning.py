@@ -1,0 +1,108 @@
+"""How many programs a kernel is cut into, from its shape and its device: it changes nothing but speed."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from kvq_jax.arrays.packing import plane_layout
+from kvq_jax.codecs.kernel_readers import polar
+from pallas_kernels.decode_attention.tuning import H200_CORES, Tuning, device_cores, shared_bytes, tuning_for
+from pallas_kernels.launch import Launch
+from pallas_kernels.readers.base import Side
+from tests.pallas_kernels.decode_attention.test_decode import LONG, outputs, stored
+from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, row_errors, side_of
+
+
+def polar_keys(head_dim: int) -> Side:
+    side = polar(plane_layout(8, head_dim // 2, 128), 4, 128, "float16", grouped_angles=True)
+    assert isinstance(side, Side)
+    return side
+
+
+def pair(bits: int, scheme: str, head_dim: int = 128) -> tuple[Side, Side]:
+    k, v = (side_of(format_of(bits, scheme, axis, head_dim), head_dim) for axis in ("channels", "tokens"))
+    return k, v
+
+
+EXACT = side_of(None, 128)
+# programs on a multiprocessor of an H200, and KB that each asks for: benchmarks/results, table of instructions
+COUNTED = [
+    (pair(1, "sym"), 128, 8, 20.5),
+    (pair(2, "asym"), 128, 8, 24.5),
+    (pair(3, "sym"), 128, 5, 38.5),
+    (pair(8, "asym"), 128, 8, 20.2),
+    ((EXACT, EXACT), 128, 2, 82.0),
+    ((polar_keys(128), EXACT), 128, 7, 30.0),
+    ((polar_keys(256), side_of(None, 256)), 256, 3, 62.5),
+]
+
+
+@pytest.mark.parametrize(("sides", "channels", "programs", "kilobytes"), COUNTED)
+def test_as_many_programs_run_as_their_tiles_leave_room_for(sides, channels, programs, kilobytes):
+    tuning = tuning_for(*sides, channels, 8, 16384, True)
+    assert tuning.resident == programs
+    estimate = shared_bytes(*sides, channels, tuning.tile, tuning.stages)
+    assert estimate == pytest.approx(kilobytes * 1024, rel=0.13)
+
+
+@pytest.mark.parametrize(("size", "tile"), [(32, 128), (64, 64), (128, 128)])
+def test_no_step_holds_two_groups_of_64_tokens(size, tile):
+    k, v = side_of(format_of(2, "asym", "tokens", 128, size), 128), side_of(format_of(2, "asym", "channels", 128), 128)
+    assert tuning_for(k, v, 128, 8, 16384, True).tile == tile
+
+
+def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
+    """The share of a device's places for programs that read tiles, until all tiles are read."""
+    assert tuning.cores is not None
+    places, tiles = tuning.cores * tuning.resident, tokens // tuning.tile
+    rounds = -(-programs * splits // places)
+    return programs * tiles / (rounds * -(-tiles // splits) * places)
+
+
+@pytest.mark.parametrize("resident", [8, 5, 2])
+@pytest.mark.parametrize("cores", [132, 108])
+@pytest.mark.parametrize(("programs", "tokens"), [(128, 32768), (128, 4096), (8, 131072), (40, 32768), (640, 4096), (512, 32768)])
+def test_splits_keep_a_device_busy(cores, resident, programs, tokens):
+    tuning = Tuning(tile=128, cores=cores, resident=resident)
+    splits = tuning.splits(programs, tokens)
+    assert busy(tuning, programs, tokens, splits) > 0.75, f"{splits} splits"
+    assert tokens // splits >= 2 * 128
+
+
+def test_no_few_programs_are_left_for_another_round():
+    tuning = Tuning(tile=128, cores=132, resident=8)
+    assert tuning.splits(128, 32768) == 8
+    assert busy(tuning, 128, 32768, 8) > 0.9
+    assert busy(tuning, 128, 32768, 9) < 0.6, "another number would do as well"
+
+
+def test_splits_follow_the_device_and_the_capacity():
+    few = Tuning(tile=64, cores=132, resident=8).splits(16, 1 << 17)
+    assert Tuning(tile=64, cores=132, resident=2).splits(4, 1 << 17) == few, "four programs with a quarter of the room each are the same"
+    assert Tuning(tile=64, cores=16, resident=8).splits(16, 1 << 17) < few
+    assert Tuning(tile=64, cores=132).splits(1, 512) == 4, "two tiles for each split at least"
+    assert Tuning(tile=64, cores=132).splits(10**6, 1 << 17) == 1
+
+
+def test_cores_are_those_of_the_device(monkeypatch):
+    for cores in (108, 132):
+        monkeypatch.setattr(jax, "devices", lambda cores=cores: [types.SimpleNamespace(core_count=cores)])
+        assert device_cores() == cores
+        assert Tuning().splits(128, 1 << 20) == Tuning(cores=cores).splits(128, 1 << 20)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace()])
+    assert device_cores() == H200_CORES
+
+
+@kernel_cases("innerq1_sym_h128_g4")
+def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
+    arrays, how = stored(case, LONG), Launch(interpret=True)
+    found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), how) for cores in (132, 16, 1)]
+    assert [Tuning(tile=64, cores=cores, resident=2).splits(14, LONG.capacity) for cores in (132, 16, 1)] == [6, 2, 1]
+    for other in found[1:]:
+        assert row_errors(other, found[0])[1:].max() < 2e-3
+        assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, "rows of other lengths must differ"
+    assert np.isfinite(found[0]).all()

@@ -1,0 +1,186 @@
+"""Attention over codes with tables, outliers and keys before RoPE, interpreted, against float64 attention over the rows that they stand
+for; their lowering for CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvq_jax.arrays.channel_groups import ChannelGroup
+from kvq_jax.arrays.packing import plane_layout
+from kvq_jax.codecs.kernel_readers import nonuniform
+from pallas_kernels.decode_attention import matvec
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.tuning import Tuning
+from pallas_kernels.launch import Launch
+from pallas_kernels.readers.sparse_outliers import outlier_scores
+from tests.pallas_kernels.decode_attention.test_decode import output, reference
+from tests.pallas_kernels.kernel_cases import Lengths, row_errors
+from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.nonuniform_cases import Format, Stored, spoiled, stored, structs
+
+HEADS = 2
+SHORT = Lengths(160, (0, 1, 63, 64, 65, 129, 160))  # the capacity is no multiple of the tile
+LONG = Lengths(608, (0, 1, 63, 64, 129, 577, 608))  # several splits, as they are chosen on a GPU
+TUNING = Tuning(tile=64, cores=2 * HEADS * len(SHORT.limits), resident=1)
+TOLERANCE = 5e-3
+INTERPRETED = Launch(interpret=True)
+GARBAGE = (0x7FFF, 0x7C00, 0x7BFF)  # in fp16 NaN, infinity, and the largest number, of which two are infinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    id: str
+    head_dim: int
+    group: int
+    k: Format
+    v: Format
+
+    @functools.cached_property
+    def q(self) -> jax.Array:
+        shape = (len(SHORT.limits), HEADS, self.group, self.head_dim)
+        return jnp.asarray(np.random.default_rng(9).standard_normal(shape) * 0.5, jnp.float32)
+
+
+@functools.cache
+def sides_of(case: Case, lengths: Lengths) -> tuple[Stored, Stored]:
+    rows = len(lengths.limits)
+    k, v = (stored(f, case.head_dim, rows, HEADS, lengths.capacity, i) for i, f in enumerate((case.k, case.v)))
+    return k, v
+
+
+CASES = (
+    Case("nuq3_1percent_before_rope", 128, 1, Format(3, "channels", 4, pre_rope=True), Format(3, "token", 4)),
+    Case("nuq4_after_rope", 64, 7, Format(4, "channels", 2), Format(4, 32)),
+    Case("nuq2_groups_before_rope", 128, 8, Format(2, 64, pre_rope=True), Format(2, "channels", 3)),
+    Case("nuq4_h256", 256, 4, Format(4, "channels", pre_rope=True), Format(3, "token", 6)),
+    Case("nuq2_h64_slots", 64, 4, Format(2, "channels", 9, pre_rope=True), Format(2, "token", 9)),
+)
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "lengths", "tuning", "how"))
+def attend(case: Case, q, k, v, limits, lengths, tuning, how):
+    sides = sides_of(case, lengths)
+    keys, values = (sides[0].side, k), (sides[1].side, v)
+    return decode_attention(q, keys, values, limits, capacity=lengths.capacity, tuning=tuning, how=how)
+
+
+def outputs(case: Case, arrays, lengths: Lengths, tuning: Tuning | None, how: Launch) -> np.ndarray:
+    return output(attend(case, case.q, *arrays, jnp.asarray(lengths.limits), lengths, tuning, how))
+
+
+def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+    (k, v), limits = sides_of(case, lengths), lengths.limits
+    found = outputs(case, (k.arrays, v.arrays), lengths, tuning, how)
+    wanted = reference(case.q, k.rows(), v.rows(), limits)
+    errors = row_errors(found, wanted).max(axis=(1, 2))
+    assert (found[0] == 0).all(), "a row without tokens has no output"
+    assert errors[1:].max() < TOLERANCE, f"errors by row {dict(zip(limits, errors, strict=True))}"
+    wrong = {
+        "zeros": np.zeros(found.shape),
+        "values in the place of keys": reference(case.q, v.rows(), v.rows(), limits),
+        "one token fewer": reference(case.q, k.rows(), v.rows(), tuple(max(n - 1, 0) for n in limits)),
+        "one token more": reference(case.q, k.rows(), v.rows(), tuple(min(n + 1, lengths.capacity - 1) for n in limits)),
+        "keys of the next head": reference(case.q, np.roll(k.rows(), 1, axis=1), v.rows(), limits),
+    }
+    if case.k.slots:
+        wrong["keys without outliers"] = reference(case.q, k.rows(outliers=False), v.rows(), limits)
+    if case.v.slots:
+        wrong["values without outliers"] = reference(case.q, k.rows(), v.rows(outliers=False), limits)
+    if case.k.pre_rope:
+        wrong["keys without a rotation"] = reference(case.q, k.rows(rotated=False), v.rows(), limits)
+        wrong["keys one position further"] = reference(case.q, k.rows(moved=1), v.rows(), limits)
+    for name, rows in wrong.items():
+        assert row_errors(found, rows)[1:].max() > 5 * TOLERANCE, f"{name} would pass"
+
+
+def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+    """What lies at a row's limit and behind it changes no bit, whatever it is; but by rounding where outliers of values are added up, which
+    a GPU does in any order."""
+    tolerance = 1e-5 if case.v.slots and not how.interpret else 0.0
+    sides, less = sides_of(case, lengths), tuple(max(n - 32, 0) for n in lengths.limits)
+    arrays = [side.arrays for side in sides]
+    clean = outputs(case, arrays, lengths, tuning, how)
+    for bits in GARBAGE:
+        dirty, further = ([spoiled(side, limits, bits) for side in sides] for limits in (lengths.limits, less))
+        for before, after in zip(jax.tree.leaves(arrays), jax.tree.leaves(dirty), strict=True):
+            assert before.ndim <= 2 or (before != after).any(), "an array of tokens was not spoiled"
+        assert row_errors(outputs(case, dirty, lengths, tuning, how), clean).max() <= tolerance, f"{bits:#x} leaks"
+        assert row_errors(outputs(case, further, lengths, tuning, how), clean).max() > 100 * tolerance, f"{bits:#x}: nothing was spoiled"
+
+
+@each
+def test_every_length_equals_the_reference_on_the_same_codes(case):
+    check_attention(case, SHORT, TUNING, INTERPRETED)
+
+
+@each
+def test_garbage_in_unused_capacity_does_not_leak(case):
+    check_garbage(case, SHORT, TUNING, INTERPRETED)
+
+
+def check_products(case: Case, how: Launch) -> None:
+    """q K^T and p V by themselves, over all tokens."""
+    capacity, tuning = 128, Tuning(tile=64, cores=2 * HEADS, resident=1)
+    sides = [stored(f, case.head_dim, 1, HEADS, capacity, i) for i, f in enumerate((case.k, case.v))]
+    q, p = case.q[:1], jnp.asarray(np.random.default_rng(3).random((1, HEADS, case.group, capacity)), jnp.float32)
+    found = jax.jit(lambda q, a: matvec.scores(q, sides[0].side, a, capacity=capacity, tuning=tuning, how=how))(q, sides[0].arrays)
+    summed = jax.jit(lambda p, a: matvec.weighted_values(p, sides[1].side, a, tuning=tuning, how=how))(p, sides[1].arrays)
+    for outliers in (True, False):
+        of_scores = row_errors(found, np.einsum("bkgh,bksh->bkgs", q, sides[0].rows(outliers=outliers))).max()
+        of_values = row_errors(summed, np.einsum("bkgs,bksh->bkgh", p, sides[1].rows(outliers=outliers))).max()
+        for error, format in ((of_scores, case.k), (of_values, case.v)):
+            assert (error < TOLERANCE) if outliers or not format.slots else (error > 5 * TOLERANCE), f"{outliers=}: {error}"
+
+
+@each
+def test_the_products_by_themselves_equal_the_reference(case):
+    check_products(case, INTERPRETED)
+
+
+def test_outliers_of_padding_are_not_read():
+    q = jnp.ones((2, 2, 1, 64), jnp.float32)
+    index, residual = np.zeros((2, 1, 256), np.uint16), np.ones((2, 1, 256), np.float32)
+    found = np.asarray(outlier_scores(q, jnp.asarray(index), jnp.asarray(residual), jnp.asarray([0, 129]), None, INTERPRETED))
+    assert (found[0] == 0).all()
+    assert (found[1, 0, 0] == 1).all(), "all tokens of a program that reads any"
+    assert (found[1, 1] == 0).all(), "no slot belongs to the other head"
+
+
+def test_what_the_kernels_cannot_read_has_a_reason():
+    layout = plane_layout(4, 128, 32)
+    assert "5-bit codes" in str(nonuniform(plane_layout(5, 128, 32), None))
+    assert "groups of 16 channels" in str(nonuniform(layout, ChannelGroup(1, 16)))
+    assert "head_dim 80" in str(nonuniform(plane_layout(4, 80, 32), None))
+    assert "no multiple of 32" in str(nonuniform(plane_layout(4, 128, 16), None))
+
+
+def structs_of(case: Case):
+    q, limits = jax.ShapeDtypeStruct(case.q.shape, jnp.float32), jax.ShapeDtypeStruct((len(LONG.limits),), jnp.int32)
+    return q, *(structs(side.arrays) for side in sides_of(case, LONG)), limits
+
+
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@each
+def test_every_kernel_lowers_for_cuda(case, arithmetic):
+    text = lower_for_cuda(lambda *args: attend(case, *args, LONG, None, Launch(arithmetic)), *structs_of(case))
+    assert "decode_attention" in text
+    assert ("outlier_scores" in text) == bool(case.k.slots)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@each
+def test_every_kernel_runs_on_a_gpu(case, arithmetic):
+    """With the usual steps; garbage in unused capacity does not leak."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    check_attention(case, LONG, None, Launch(arithmetic))
+    check_garbage(case, LONG, None, Launch(arithmetic))
+    check_products(case, Launch(arithmetic))

@@ -1,0 +1,1 @@
+"""Programs for maintainers: they run in a checkout and are not installed."""
