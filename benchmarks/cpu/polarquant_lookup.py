@@ -33,29 +33,29 @@ from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.methods.polarquant.method import PolarCodec
 
 CACHES = ("polarquant", "polarquant:angle_bits=3,radius_bits=3", "polarquant:grid=global")
-Scores = Callable[[Array, polar_array.Polar, Array | None], Array]
+Scores = Callable[[Array, polar_array.PolarArray, Array | None], Array]
 
 
-def keys(q: Float[Array, "B K R H"], body: polar_array.Polar, step: Array | None) -> Float[Array, "B K R T"]:
+def keys(q: Float[Array, "B K R H"], body: polar_array.PolarArray, step: Array | None) -> Float[Array, "B K R T"]:
     (q_x, q_y), (k_x, k_y) = jnp.split(q, 2, axis=-1), polar_array.key_halves(body, step)
     return dot_rows(q_x, k_x) + dot_rows(q_y, k_y)
 
 
-def joined_keys(q: Float[Array, "B K R H"], body: polar_array.Polar, step: Array | None) -> Float[Array, "B K R T"]:
+def joined_keys(q: Float[Array, "B K R H"], body: polar_array.PolarArray, step: Array | None) -> Float[Array, "B K R T"]:
     return dot_rows(q, polar_array.dequantize(body, step))
 
 
-def products(q: Float[Array, "B K R H"], body: polar_array.Polar, step: Array | None) -> Float[Array, "B K R T"]:
+def products(q: Float[Array, "B K R H"], body: polar_array.PolarArray, step: Array | None) -> Float[Array, "B K R T"]:
     return jnp.concatenate([polar_array.row_scores(q[:, :, r : r + 1], body, step) for r in range(q.shape[2])], axis=2)
 
 
-def plain_tables(q: Float[Array, "B K R H"], body: polar_array.Polar, step: Array | None) -> Float[Array, "B K R T"]:
+def plain_tables(q: Float[Array, "B K R H"], body: polar_array.PolarArray, step: Array | None) -> Float[Array, "B K R T"]:
     angle_codes, angles, radius = _polar(body, step)
     parts = [(radius * look_up(f(angles), angle_codes)).reshape(*q.shape[:2], -1, body.format.half) for f in (jnp.cos, jnp.sin)]
     return dot_rows(q, jnp.concatenate(parts, axis=-1))
 
 
-def _polar(body: polar_array.Polar, step: Array | None) -> tuple[Array, Array, Array]:
+def _polar(body: polar_array.PolarArray, step: Array | None) -> tuple[Array, Array, Array]:
     """(angle codes, the angle of each code, radii): codes and radii [B, K, groups, size, H/2], one group on the global grid."""
     format = body.format
     codes = unpack(body.words, format.layout)
@@ -91,7 +91,7 @@ def candidates(shape: Shape, spec: str) -> list[Candidate]:
     part = chunk_tokens(block, shape.tokens, q) // block
     stored = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body)
 
-    def scores(way: Scores, q: Array, stored: polar_array.Polar, step: Array | None) -> Array:
+    def scores(way: Scores, q: Array, stored: polar_array.PolarArray, step: Array | None) -> Array:
         def read(i: Array, out: Array) -> Array:
             at = jnp.minimum(i * part, blocks - part)
             return lax.dynamic_update_slice_in_dim(out, way(q, load_chunk(leaves, stored, at, part), step), at * block, 3)

@@ -19,7 +19,7 @@ from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.candidates import Planned, Task, name_of, padded_heads
 from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, bytes_of, plan_of, random_parameters, rope_of
-from kvq_jax.arrays.codebook_array import Nonuniform
+from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from pallas_kernels.decode_attention import matvec
@@ -81,7 +81,7 @@ class _Side:
         return Body(self.codec, self.shape)
 
     @property
-    def leaves(self) -> Nonuniform:
+    def leaves(self) -> CodebookArray:
         return self.body.leaves
 
     @property
@@ -140,7 +140,7 @@ class _Side:
             return self.random_rows(jnp.uint32(3), tokens)
 
         def pack(x: Array, params: Any) -> Any:
-            return codec.encode(params, (), x, prefill=False)
+            return codec.quantize(params, (), x, prefill=False)
 
         size = bytes_of(codec.body(1, self.shape.kv_heads, tokens)) + 2 * self.shape.kv_heads * tokens * self.shape.head_dim
         return Task(
@@ -178,7 +178,7 @@ class _Side:
         params, stored = copy
         body = load_body(self.leaves, stored)
         without = dataclasses.replace(body, outliers=dataclasses.replace(body.outliers, residual=jnp.zeros_like(body.outliers.residual)))
-        all_rows, dense = (self.codec.decode(params, (), b) for b in (body, without))
+        all_rows, dense = (self.codec.dequantize(params, (), b) for b in (body, without))
         rows = {"total": all_rows, "dense": dense, "sparse": all_rows - dense}[part]
         rows = self.codec.vectors(params, rows, jnp.arange(self.shape.tokens)[None], rope_of(self.shape.head_dim))
         return self.precise(None, x, rows)

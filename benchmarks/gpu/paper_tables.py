@@ -119,7 +119,7 @@ def _product_table(report: TimingReport, title: str, paper: dict, other: str, na
             lines += _block(model, f"here, {product}", names[1], *ours)
     note = (
         "Milliseconds; speedup is 1 - inner / other, as the paper counts (its own from the times it prints). The paper does not say which "
-        "of the two products it times, nor its shapes; its times fit one set of keys and values for each query head, as here. Quantized "
+        "of the two products it times, nor its shapes; its times fit one set of keys and values for each query head, as here. GroupedArray "
         f"rows are asymmetric with 2 bits. {_largest_error(report, *PRODUCTS)}"
     )
     return Table(title, note, ("model", "where", "method", *map(str, LENGTHS)), _filled(lines))

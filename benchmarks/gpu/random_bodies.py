@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.device_timing import random_words, scattered, uniform
-from kvq_jax.arrays.codebook_array import Nonuniform
-from kvq_jax.arrays.grouped_array import Quantized
-from kvq_jax.arrays.polar_array import Polar
-from kvq_jax.arrays.sparse_outliers import Outliers
+from kvq_jax.arrays.codebook_array import CodebookArray
+from kvq_jax.arrays.grouped_array import GroupedArray
+from kvq_jax.arrays.polar_array import PolarArray
+from kvq_jax.arrays.sparse_outliers import SparseOutliers
 from kvq_jax.arrays.stored import Leaf, load_body
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.cache.cache import CacheDims
@@ -37,11 +37,11 @@ def random_body(leaves: Any, seed: Array) -> Any:
     """Arrays as a cache stores them, for a body's tree of `Leaf`: random codes, and statistics that make them rows of about -1 .. 1."""
     if isinstance(leaves, Leaf):
         return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
-    if isinstance(leaves, Quantized):
+    if isinstance(leaves, GroupedArray):
         return _random_quantized(leaves, seed)
-    if isinstance(leaves, Nonuniform):
+    if isinstance(leaves, CodebookArray):
         return _random_nonuniform(leaves, seed)
-    if isinstance(leaves, Polar):
+    if isinstance(leaves, PolarArray):
         return _random_polar(leaves, seed)
     raise TypeError(f"no random contents for a body of {type(leaves).__name__}")
 
@@ -54,34 +54,34 @@ def _random(leaf: Any, seed: Array, offset: int, low: float, high: float) -> Any
     return None if leaf is None else leaf.store(uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype))
 
 
-def _random_quantized(leaves: Quantized, seed: Array) -> Quantized:
+def _random_quantized(leaves: GroupedArray, seed: Array) -> GroupedArray:
     step = 2 / (2**leaves.format.code_bits - 1)
     scale, zero = _random(leaves.scale, seed, 2000, 0.7 * step, 1.3 * step), _random(leaves.zero, seed, 3000, -1.2, -0.8)
-    return Quantized(_random_codes(leaves.words, seed), scale, zero, leaves.format)
+    return GroupedArray(_random_codes(leaves.words, seed), scale, zero, leaves.format)
 
 
-def _random_nonuniform(leaves: Nonuniform, seed: Array) -> Nonuniform:
+def _random_nonuniform(leaves: CodebookArray, seed: Array) -> CodebookArray:
     """All slots of outliers are in use."""
     scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
     width = leaves.words[0].shape[1] * leaves.format.channels
     sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, width, seed)
-    return Nonuniform(_random_codes(leaves.words, seed), scale, zero, sparse, leaves.format)
+    return CodebookArray(_random_codes(leaves.words, seed), scale, zero, sparse, leaves.format)
 
 
-def _random_outliers(leaves: Outliers, width: int, seed: Array) -> Outliers:
+def _random_outliers(leaves: SparseOutliers, width: int, seed: Array) -> SparseOutliers:
     """A slot in each of as many runs of the `width` channels: sorted, and no channel twice."""
     shape = leaves.index.shape
     slot = jnp.arange(shape[1])[None, :, None]
     begin, end = (n * width // shape[1] for n in (slot, slot + 1))
     place = begin + (scattered(shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
     dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint8)
-    return Outliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
+    return SparseOutliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
 
 
-def _random_polar(leaves: Polar, seed: Array) -> Polar:
+def _random_polar(leaves: PolarArray, seed: Array) -> PolarArray:
     """Radii of about 0.2 to 1.4, arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
     radii, angles = (2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits))
-    return Polar(
+    return PolarArray(
         _random_codes(leaves.words, seed),
         _random(leaves.radius_scale, seed, 2000, 0.06 * radii, 0.08 * radii),
         _random(leaves.radius_zero, seed, 3000, 0.1, 0.3),
@@ -160,7 +160,7 @@ class Body:
         params, stored = copy
         batch, heads, *_ = jax.tree.leaves(stored)[0].shape
         body = load_body(self.leaves, stored)
-        rows = self.codec.decode(params, self.codec.initial_statistics(batch, heads), body)
+        rows = self.codec.dequantize(params, self.codec.initial_statistics(batch, heads), body)
         positions = jnp.broadcast_to(jnp.arange(self.shape.tokens), (batch, self.shape.tokens))
         return self.codec.vectors(params, rows, positions, rope_of(self.shape.head_dim))
 

@@ -17,7 +17,7 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import Axis, GroupFormat, Scheme
 from kvq_jax.arrays.packing import plane_layout
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
@@ -87,7 +87,7 @@ def _side(format: GroupFormat | None, channels: int) -> Stored:
     if format is None:
         side, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
-        side = grouped(GroupCodec("k", format))
+        side = grouped(GroupedCodec("k", format))
         stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(side, Side), side
     stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)

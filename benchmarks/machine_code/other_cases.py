@@ -23,7 +23,7 @@ from benchmarks.machine_code.target import Target
 from kvq_jax.arrays import grouped_array, polar_array
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from kvq_jax.arrays.polar_array import PolarFormat
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from kvq_jax.codecs.kernel_readers import polar as polar_side
 from pallas_kernels.decode_attention.kernel import decode_attention
@@ -45,7 +45,7 @@ def _polar(
         values, v_stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
         v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
-        values = grouped(GroupCodec("v", v_format))
+        values = grouped(GroupedCodec("v", v_format))
         v_stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(v_format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(keys, Side), keys
     assert isinstance(values, Side), values
@@ -114,7 +114,7 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
     """Quantize and pack 16-bit rows, groups of 32 channels. "Stored" bits are all that moves: a row's element read, its code written."""
     channels, tokens = 128, 1024
     format = GroupFormat(bits, scheme, "channels", 32, channels, SPAN)
-    side = grouped(GroupCodec("k", format))
+    side = grouped(GroupedCodec("k", format))
     assert isinstance(side, Grouped), side
     rows = jax.ShapeDtypeStruct((2, KV_HEADS, tokens, channels), jnp.bfloat16)
     moved = 16 + format.code_bits + (2 if format.stores_zero else 1) * 16 / 32

@@ -19,7 +19,7 @@ from kvq_jax.arrays import sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
-from kvq_jax.arrays.sparse_outliers import Outliers
+from kvq_jax.arrays.sparse_outliers import SparseOutliers
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.arrays.uniform import saturation_limit
 
@@ -27,7 +27,7 @@ Rows = Float[Array, "B K T H"]
 
 
 @dataclasses.dataclass(frozen=True)
-class LevelFormat:
+class CodebookFormat:
     """How a body is quantized. Static and hashable.
 
     group: channels of a token that share a stored scale and zero; None where these belong to channels and are not stored. slots: exact
@@ -54,35 +54,35 @@ class LevelFormat:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Nonuniform:
+class CodebookArray:
     """words: int16 [B, K, S/n, w] for each plane set; scale, zero [B, K / heads, H / channels, S] of `format.group`, or None; outliers:
     None without slots."""
 
     words: Words
     scale: Float[Array, "B groups rest S"] | None
     zero: Float[Array, "B groups rest S"] | None
-    outliers: Outliers | None
-    format: LevelFormat = dataclasses.field(metadata={"static": True})
+    outliers: SparseOutliers | None
+    format: CodebookFormat = dataclasses.field(metadata={"static": True})
 
 
-def leaves(format: LevelFormat, batch: int, heads: int, tokens: int) -> Nonuniform:
-    """The `Nonuniform` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+def leaves(format: CodebookFormat, batch: int, heads: int, tokens: int) -> CodebookArray:
+    """The `CodebookArray` tree of `Leaf` descriptions for a body of `tokens` tokens."""
     layout, group = format.layout, format.group
     words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
     scale = group and Leaf(group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
     sparse = sparse_outliers.leaves(batch, tokens, format.slots, format.residual_dtype, format.overflows) if format.slots else None
-    return Nonuniform(words, scale, scale, sparse, format)  # type: ignore[arg-type]  # a tree of descriptions
+    return CodebookArray(words, scale, scale, sparse, format)  # type: ignore[arg-type]  # a tree of descriptions
 
 
 def quantize(
     rows: Rows,
-    format: LevelFormat,
+    format: CodebookFormat,
     levels: Float[Array, " entries"],
     values: Float[Array, " entries"],
     scale: Float[Array, "..."],
     zero: Float[Array, "..."],
     exact: Bool[Array, "B K T H"] | None = None,
-) -> Nonuniform:
+) -> CodebookArray:
     """Codes finite rows: the nearest of `levels` to (x - zero) / scale, which will be read as the same entry of `values`.
 
     scale and zero are as they are stored where the format stores them, and broadcast against the rows where not. `exact` marks the entries
@@ -97,14 +97,14 @@ def quantize(
         dense = look_up(values, codes) * wide_scale + wide_zero
         sparse = sparse_outliers.collect(rows - dense, exact, format.slots, format.residual_dtype, format.overflows)
     words = pack(codes, format.layout)
-    return Nonuniform(words, *((None, None) if group is None else (scale, zero)), sparse, format)
+    return CodebookArray(words, *((None, None) if group is None else (scale, zero)), sparse, format)
 
 
-def codes(body: Nonuniform) -> Int[Array, "B K T H"]:
+def codes(body: CodebookArray) -> Int[Array, "B K T H"]:
     return unpack(body.words, body.format.layout)
 
 
-def dequantize(body: Nonuniform, values: Float[Array, " entries"], scale: Array | None = None, zero: Array | None = None) -> Rows:
+def dequantize(body: CodebookArray, values: Float[Array, " entries"], scale: Array | None = None, zero: Array | None = None) -> Rows:
     """fp32 rows [B, K, T, H]. scale and zero where the format does not store them, broadcast against the rows."""
     group = body.format.group
     if group is not None:

@@ -67,7 +67,7 @@ class GroupFormat:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantized:
+class GroupedArray:
     """x ~ code * scale + zero.
 
     words: int16 [B, K, S/n, w] for each plane set of `format.layout`; scale, zero: [B, K/heads, H/group, S] where grouped over channels,
@@ -80,18 +80,18 @@ class Quantized:
     format: GroupFormat = dataclasses.field(metadata={"static": True})
 
 
-def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> Quantized:
-    """The `Quantized` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedArray:
+    """The `GroupedArray` tree of `Leaf` descriptions for a body of `tokens` tokens."""
     layout = format.layout
     words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
     if format.axis == "channels":
         scale = Leaf(format.channel_group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
     else:
         scale = Leaf((batch, heads, tokens // format.group_size, format.channels), format.scale_dtype, 2)
-    return Quantized(words, scale, scale if format.stores_zero else None, format)  # type: ignore[arg-type]  # a tree of descriptions
+    return GroupedArray(words, scale, scale if format.stores_zero else None, format)  # type: ignore[arg-type]  # a tree of descriptions
 
 
-def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> Quantized:
+def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> GroupedArray:
     """Quantizes rows [B, K, T, H], T a multiple of the block. `scheme` may name the scheme of these rows where a hybrid body takes
     symmetric ones."""
     scheme = scheme or format.scheme
@@ -111,10 +111,10 @@ def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme 
         return format.channel_group.stored(statistic) if format.axis == "channels" else jnp.squeeze(statistic, axis)
 
     zero = None if group.zero is None else stored(group.zero)
-    return Quantized(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
+    return GroupedArray(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
 
 
-def codes(body: Quantized) -> Int[Array, "B K T H"]:
+def codes(body: GroupedArray) -> Int[Array, "B K T H"]:
     """The unsigned codes [B, K, T, H], sign included where there is one."""
     return unpack(body.words, body.format.layout)
 
@@ -126,14 +126,14 @@ def per_element(statistic: Float[Array, "B K groups rest"], format: GroupFormat)
     return jnp.repeat(statistic.astype(jnp.float32), format.group_size, axis=2)
 
 
-def zeros(body: Quantized) -> Float[Array, "B K groups rest"]:
+def zeros(body: GroupedArray) -> Float[Array, "B K groups rest"]:
     """The zero of each group in fp32, stored or implied."""
     if body.zero is not None:
         return body.zero.astype(jnp.float32)
     return -body.format.centre * body.scale.astype(jnp.float32)
 
 
-def dequantize(body: Quantized) -> Float[Array, "B K T H"]:
+def dequantize(body: GroupedArray) -> Float[Array, "B K T H"]:
     """code * scale + zero, fp32 [B, K, T, H]. Exact for the codes."""
     scale = per_element(body.scale, body.format)
     return codes(body).astype(jnp.float32) * scale + per_element(zeros(body), body.format)

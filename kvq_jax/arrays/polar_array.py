@@ -57,7 +57,7 @@ class PolarFormat:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Polar:
+class PolarArray:
     """words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token; the others [B, K, S/group, H/2], None on the global
     grid: step and least of the radii and of the angles."""
 
@@ -69,12 +69,12 @@ class Polar:
     format: PolarFormat = dataclasses.field(metadata={"static": True})
 
 
-def leaves(format: PolarFormat, batch: int, heads: int, tokens: int) -> Polar:
-    """The `Polar` tree of `Leaf` descriptions for a body of `tokens` tokens."""
+def leaves(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArray:
+    """The `PolarArray` tree of `Leaf` descriptions for a body of `tokens` tokens."""
     layout = format.layout
     words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
     of_groups = Leaf((batch, heads, tokens // format.group_size, format.half), format.scale_dtype, 2)
-    return Polar(words, *[of_groups if format.grid == "grouped" else None] * 4, format)  # type: ignore[arg-type]  # a tree of descriptions
+    return PolarArray(words, *[of_groups if format.grid == "grouped" else None] * 4, format)  # type: ignore[arg-type]  # a tree of descriptions
 
 
 def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
@@ -87,13 +87,13 @@ def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs,
     return jnp.minimum(jnp.hypot(x, y), limit), jnp.where(angle >= math.pi, -math.pi, angle), finite
 
 
-def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Array, "B K 1 half"] | None = None) -> Polar:
+def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Array, "B K 1 half"] | None = None) -> PolarArray:
     """Codes keys [B, K, T, H] after RoPE, T a multiple of the block. step: of the radii, on the global grid."""
     radius, angle, finite = to_polar(rows, saturation_limit(format.scale_dtype))
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
         codes = _global_codes(radius, angle, step, format)
-        return Polar(pack(codes, format.layout), None, None, None, None, format)
+        return PolarArray(pack(codes, format.layout), None, None, None, None, format)
     r, a = (_in_groups(part, format.group_size) for part in (radius, angle))
     counted = _in_groups(finite, format.group_size)
     radius_codes, radius_scale, radius_zero = _floor_codes(r, counted, format.radius_bits, format)
@@ -101,15 +101,15 @@ def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Arr
     a = start + jnp.mod(a - start, TURN)
     angle_codes, angle_scale, angle_zero = _floor_codes(a, counted & (r > 0), format.angle_bits, format)
     codes = (radius_codes << format.angle_bits | angle_codes).reshape(radius.shape)
-    return Polar(pack(codes, format.layout), radius_scale, radius_zero, angle_scale, angle_zero, format)
+    return PolarArray(pack(codes, format.layout), radius_scale, radius_zero, angle_scale, angle_zero, format)
 
 
-def dequantize(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K T H"]:
+def dequantize(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K T H"]:
     """fp32 keys [B, K, T, H]. step: of the radii, on the global grid."""
     return jnp.concatenate(key_halves(body, step), axis=-1)
 
 
-def key_halves(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> tuple[Pairs, Pairs]:
+def key_halves(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> tuple[Pairs, Pairs]:
     """(k_i, k_{i+H/2}) in fp32. cos and sin are chosen from tables, which for groups are made once for all tokens of a group."""
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
@@ -123,7 +123,7 @@ def key_halves(body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> t
     return x.reshape(shape), y.reshape(shape)
 
 
-def row_scores(q: Float[Array, "B K 1 H"], body: Polar, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K 1 T"]:
+def row_scores(q: Float[Array, "B K 1 H"], body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K 1 T"]:
     """q . k for one query row, fp32: its products with the angles are looked up and multiplied by the radius; no key is made.
 
     Global grid: from a table of q_i cos(theta) + q_{i+H/2} sin(theta), 2^angle_bits entries for each pair, one for the whole cache. Groups:
@@ -147,7 +147,7 @@ def row_scores(q: Float[Array, "B K 1 H"], body: Polar, step: Float[Array, "B K 
     return jnp.dot(rows, ones, precision=lax.Precision.HIGHEST).reshape(*radius.shape[:2], 1, -1)
 
 
-def _radii_and_codes(body: Polar, step: Array | None) -> tuple[Array, Array]:
+def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array]:
     """(radii in fp32, codes of angles): [B, K, T, H/2] on the global grid, [B, K, groups, size, H/2] for groups."""
     format = body.format
     codes = unpack(body.words, format.layout).astype(jnp.uint16)
@@ -172,7 +172,7 @@ def _halves(angle_codes: Array, format: PolarFormat) -> tuple[Array, Array]:
     return angle_codes & jnp.uint16((1 << low_bits) - 1), angle_codes >> jnp.uint16(low_bits)
 
 
-def _half_tables(body: Polar) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """(cos, sin) of what the low bits of a code add to an angle, and of where its high bits begin; [entries, B, K, groups, 1, H/2] each.
 
     An angle is the sum of the two, so two lists of 2^(b/2) entries do for one of 2^b: 12 selects for a pair in place of 30 at 4 bits. The

@@ -24,7 +24,7 @@ UNUSED = 65535
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Outliers:
+class SparseOutliers:
     """index [B, E, S] uint16; residual [B, E, S]; dropped [B, S]: how many outliers of a token found no slot (255: that many or more), None
     where none can be."""
 
@@ -34,7 +34,7 @@ class Outliers:
 
 
 def slots_per_side(fraction: float, width: int) -> int:
-    """Outliers on each side of a vector of `width` entries: how many lie on or beyond its linearly interpolated quantile of order
+    """SparseOutliers on each side of a vector of `width` entries: how many lie on or beyond its linearly interpolated quantile of order
     1 - fraction / 2, which are 1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01.
 
     0 for a fraction of 0. ValueError where the fraction is less than one entry, or all of them.
@@ -51,14 +51,14 @@ def slots_per_side(fraction: float, width: int) -> int:
     return 1 + math.floor((width - 1) * fraction / 2)
 
 
-def leaves(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> Outliers:
-    """The `Outliers` tree of `Leaf` descriptions."""
+def leaves(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> SparseOutliers:
+    """The `SparseOutliers` tree of `Leaf` descriptions."""
     index, residual = (Leaf((batch, slots, tokens), kind, 2) for kind in ("uint16", dtype))
     dropped = Leaf((batch, tokens), "uint8", 1) if overflows else None
-    return Outliers(index, residual, dropped)  # type: ignore[arg-type]  # a tree of descriptions
+    return SparseOutliers(index, residual, dropped)  # type: ignore[arg-type]  # a tree of descriptions
 
 
-def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slots: int, dtype: str, overflows: bool) -> Outliers:
+def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slots: int, dtype: str, overflows: bool) -> SparseOutliers:
     """The masked entries, those of the largest residuals where there are more than slots."""
     flat, wanted = _flat(residual), _flat(mask)
     size, index = lax.top_k(jnp.where(wanted, jnp.abs(flat), -1.0), slots)
@@ -67,10 +67,10 @@ def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slo
     values = jnp.where(found, jnp.clip(jnp.take_along_axis(flat, index, axis=-1), -limit, limit), 0)
     index, values = lax.sort((jnp.where(found, index, UNUSED), values), num_keys=1)
     dropped = jnp.clip(jnp.sum(wanted, axis=-1) - slots, 0, 255).astype(jnp.uint8) if overflows else None
-    return Outliers(jnp.swapaxes(index, 1, 2).astype(jnp.uint16), jnp.swapaxes(values, 1, 2).astype(dtype), dropped)
+    return SparseOutliers(jnp.swapaxes(index, 1, 2).astype(jnp.uint16), jnp.swapaxes(values, 1, 2).astype(dtype), dropped)
 
 
-def add(dense: Float[Array, "B K T H"], outliers: Outliers) -> Float[Array, "B K T H"]:
+def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array, "B K T H"]:
     """Dense rows with the residuals added. Unused slots point beyond the last head, where a scatter drops them."""
     batch, _, tokens, head_dim = dense.shape
     index = outliers.index.astype(jnp.int32)

@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array
 
 from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
-from kvq_jax.arrays.grouped_array import Quantized
+from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec
 from pallas_kernels.decode_attention.kernel import decode_attention
@@ -98,18 +98,18 @@ def attend(
     return streaming.attend(plan, params, windows, body, inputs, limits, reader)
 
 
-def encode(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, how: Launch | None) -> Tree:
+def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, how: Launch | None) -> Tree:
     """`codec.encode`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one. The codes are the same, but
     where an element lies midway between two levels, or nearly: there XLA may choose the other one (pallas_kernels/quantize/kernel.py)."""
     job = None if how is None else codec.kernel_job(stats, prefill=prefill)
     if how is None or job is None:
-        return codec.encode(params, stats, rows, prefill=prefill)
+        return codec.quantize(params, stats, rows, prefill=prefill)
     format, scheme, divisor = job
     side = codec.kernel_side()
     side = side.inner if isinstance(side, Rotated) else side
     assert isinstance(side, Grouped), "codecs with a kernel to quantize have uniform groups"
     packed = quantize_rows(rows, side, scheme, format.bits, divisor=divisor, how=how)
-    return Quantized(packed.words, packed.scale, packed.zero, format)
+    return GroupedArray(packed.words, packed.scale, packed.zero, format)
 
 
 def _read_packed(

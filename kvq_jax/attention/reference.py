@@ -38,7 +38,7 @@ def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: Lengt
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
         own = by_side(params)[side]
         below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
-        body = cross_layer.decoded(codec, own, codec.decode(own, state.stats[side], stored), below)
+        body = cross_layer.decoded(codec, own, codec.dequantize(own, state.stats[side], stored), below)
         rows = jnp.concatenate([part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])], axis=2)
         found.append(jnp.where(live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0))
     return tuple(found)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.arrays.codebook_array import Nonuniform
+from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.sparse_outliers import UNUSED
 from kvq_jax.cache.cache import Cache, dims_of, layout
 from kvq_jax.cache.spec import CacheSpec
@@ -56,7 +56,7 @@ def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
     """Share of the body's elements for which there is an exact slot, averaged over layers and sides."""
     cache = layout(spec, config, 1, 1)
     bodies = [(plan, codec.body(1, plan.heads, plan.regions.block)) for plan in cache.plans for codec in plan.codecs]
-    shares = [b.outliers.index.shape[1] / (plan.heads * plan.head_dim) for plan, b in bodies if isinstance(b, Nonuniform) and b.outliers]
+    shares = [b.outliers.index.shape[1] / (plan.heads * plan.head_dim) for plan, b in bodies if isinstance(b, CodebookArray) and b.outliers]
     return sum(shares) / len(bodies)
 
 
@@ -67,7 +67,7 @@ def dropped_outliers(cache: Cache) -> tuple[int, int]:
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         aged = plan.regions.body(cache.lengths)[:, None]
         for body in layer.body:
-            if isinstance(body, Nonuniform) and body.outliers is not None:
+            if isinstance(body, CodebookArray) and body.outliers is not None:
                 index = body.outliers.index
                 live = jnp.arange(index.shape[2])[None] < aged
                 kept += int(jnp.sum((index != UNUSED) & live[:, None]))

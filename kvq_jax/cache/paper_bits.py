@@ -16,8 +16,8 @@ from kvq_jax.cache.cache import dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.bias_subtracting import inner_codec
-from kvq_jax.codecs.codebook import LevelCodec
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.codebook import CodebookCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 
 STATISTIC_BITS = 16
@@ -39,9 +39,9 @@ def _codec_bits(codec: Codec, width: int, context: int, pointers: bool) -> float
         statistics = 2 * STATISTIC_BITS / (context if codec.per_channel else width)
         pointer = POINTER_BITS / width / 2 if pointers and codec.outliers else 0
         return codec.format.bits + statistics + OUTLIER_BITS * codec.outliers + pointer
-    if isinstance(codec, LevelCodec) and (group := codec.format.group):
+    if isinstance(codec, CodebookCodec) and (group := codec.format.group):
         return codec.format.bits + 2 * STATISTIC_BITS / (group.heads * group.channels)
-    if isinstance(codec, GroupCodec) and codec.format.axis == "channels" and codec.format.scheme == "asym":
+    if isinstance(codec, GroupedCodec) and codec.format.axis == "channels" and codec.format.scheme == "asym":
         bits, size = codec.format.bits, codec.format.heads * codec.format.group_size
         return bits + (STATISTIC_BITS + bits) / size
     return None

@@ -29,9 +29,9 @@ def roundtrip_layer(
     below, found = cross_layer.tokens_of(plan, carry, index), []
     for codec, mine in zip(plan.codecs, own, strict=False):
         rows = cross_layer.coded(codec, mine, codec.rows(mine, inputs).astype(jnp.float32), below)
-        stats = codec.statistics(mine, inputs, 0)
+        stats = codec.prompt_statistics(mine, inputs, 0)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
-        decoded = codec.decode(mine, stats, codec.encode(mine, stats, padded, prefill=True))[:, :, :tokens]
+        decoded = codec.dequantize(mine, stats, codec.quantize(mine, stats, padded, prefill=True))[:, :, :tokens]
         found.append(cross_layer.decoded(codec, mine, decoded, below))
         if plan.cross_layer:
             held = cross_layer.after(plan.cross_layer, mine, decoded, below)

@@ -106,7 +106,7 @@ def _trim_layer(
     for side, codec in enumerate(plan.codecs):
         body = load_row_blocks(codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks)
         own = by_side(params)[side]
-        rows = codec.decode(own, state.stats[side], body)
+        rows = codec.dequantize(own, state.stats[side], body)
         if plan.cross_layer:
             carried = cross_layer.after(plan.cross_layer, own, rows, below)
         rows = cross_layer.decoded(codec, own, rows, below)

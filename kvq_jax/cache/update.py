@@ -88,7 +88,7 @@ def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: L
     def select(new: Array, old: Array) -> Array:
         return jnp.where(fresh.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    found = tuple(codec.statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
+    found = tuple(codec.prompt_statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
     return dataclasses.replace(state, stats=jax.tree.map(select, found, state.stats))
 
 
@@ -160,7 +160,7 @@ def _age(
         below = cross_layer.tokens_of(plan, carry, position - regions.sink)
 
         def code(source: tuple[Array, Array | None]) -> Tree:
-            return dispatch.encode(codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, how=how)
+            return dispatch.quantize(codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, how=how)
 
         return code((source, below)) if how is not None else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
 

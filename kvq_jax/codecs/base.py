@@ -4,9 +4,9 @@ A codec is a frozen dataclass of resolved static values (bits, group size, head 
 parameters for this layer and side (calibrated tables, bases; `()` for methods without any, see `parameters`), `stats` what the prompt
 fixed (`()` for methods without prompt statistics).
 
-Only `rows`, `body`, `encode` and `decode` must be written; attention then works through `decode`. `query`, `scores` and `weighted` exist
-for codecs whose algebra does better than decoding every element: a scale times a partial dot product, a table look-up shared by query
-heads.
+Only `rows`, `body`, `quantize` and `dequantize` must be written; attention then works through `dequantize`. `query`, `scores` and
+`weighted` exist for codecs whose algebra does better than dequantizing every element: a scale times a partial dot product, a table
+look-up shared by query heads.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class KernelJob(NamedTuple):
 class Codec(abc.ABC):
     """One side (K or V) of one layer's cache. Laws, tested over the method table:
 
-    - `encode` codes whole blocks independently: encode(a ++ b) == encode(a) ++ encode(b) along tokens.
+    - `quantize` codes whole blocks independently: quantize(a ++ b) == quantize(a) ++ quantize(b) along tokens.
     - Rows of the batch are independent: a prompt has the same codes alone and inside a batch.
-    - `scores(query(q), body) == q . vectors(decode(body))` and `weighted(p, body) == p . vectors(decode(body))`, to fp32 rounding.
+    - `scores(query(q), body) == q . vectors(dequantize(body))` and `weighted(p, body) == p . vectors(dequantize(body))`,
+      to fp32 rounding.
 
     takes_weights: some of its parameters come from the layer's weights (`from_weights`). rebuilds: its rows are no keys or values, which
     are made from them and the weights.
@@ -54,7 +55,7 @@ class Codec(abc.ABC):
 
     @property
     def joint(self) -> bool:
-        """Whether both sides share one body and its windows, which the key side's codec encodes, and one tree of parameters."""
+        """Whether both sides share one body and its windows, which the key side's codec quantizes, and one tree of parameters."""
         return False
 
     def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
@@ -70,11 +71,11 @@ class Codec(abc.ABC):
         """The body's arrays for `tokens` tokens, as a tree of `body.Leaf`."""
 
     @abc.abstractmethod
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
         """Codes whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
 
     @abc.abstractmethod
-    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         """The rows that a body stands for, fp32 unless stored exactly."""
 
     def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -102,7 +103,7 @@ class Codec(abc.ABC):
         calibrated too names them in its `calibration_key`."""
         return ""
 
-    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first. Leaves have a leading batch axis."""
         return ()
 
@@ -123,14 +124,14 @@ class Codec(abc.ABC):
         self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         """q . k for a chunk of the body, fp32."""
-        keys = self.vectors(params, self.decode(params, stats, body), positions, rope)
+        keys = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
         return dot_rows(query, keys)
 
     def weighted(
         self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
     ) -> Float[Array, "B K R H"]:
         """weights . v for a chunk of the body, fp32."""
-        values = self.vectors(params, self.decode(params, stats, body), positions, rope)
+        values = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
         return weigh_rows(weights, values)
 
     def kernel_side(self) -> KernelSide | str:
@@ -142,7 +143,7 @@ class Codec(abc.ABC):
         return jax.tree.leaves(body)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        """What `pallas_kernels.quantize.kernel` is to do; None where `encode` has no kernel."""
+        """What `pallas_kernels.quantize.kernel` is to do; None where `quantize` has no kernel."""
         return None
 
 

@@ -53,11 +53,11 @@ class BiasSubtracting(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.inner.body(batch, heads, tokens)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
-        return self.inner.encode(_own(params), stats, rows, prefill=prefill)
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        return self.inner.quantize(_own(params), stats, rows, prefill=prefill)
 
-    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
-        return self.inner.decode(_own(params), stats, body)
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        return self.inner.dequantize(_own(params), stats, body)
 
     def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
         return self.inner.parameters(heads)
@@ -77,8 +77,8 @@ class BiasSubtracting(Codec):
         check_bias(weights)
         return {**(self.inner.from_weights(weights) or {}), "bias": weights.k_bias}
 
-    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        return self.inner.statistics(_own(params), _without(params, inputs), first)
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+        return self.inner.prompt_statistics(_own(params), _without(params, inputs), first)
 
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return self.inner.initial_statistics(batch, heads)

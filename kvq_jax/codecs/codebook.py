@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.codebook_array import LevelFormat, Nonuniform
+from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
 from kvq_jax.rope import Rope
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class LevelCodec(Codec):
+class CodebookCodec(Codec):
     """x^ = levels[code] * scale + zero, half the range of a group and its middle. `pre_rope` keys are rotated when they are read."""
 
     side: Side
-    format: LevelFormat
+    format: CodebookFormat
     levels: tuple[float, ...]
     pre_rope: bool = False
 
     def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
         return side_rows(inputs, self.side, self.pre_rope)
 
-    def body(self, batch: int, heads: int, tokens: int) -> Nonuniform:
+    def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.leaves(self.format, batch, heads, tokens)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Nonuniform:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "fixed levels are scaled to groups"
         clean, low, high = finite_range(group.cut(rows.astype(jnp.float32)), ChannelGroup.AXES, saturation_limit(dtype))
@@ -43,7 +43,7 @@ class LevelCodec(Codec):
         levels = jnp.asarray(self.levels, jnp.float32)
         return codebook_array.quantize(clean.reshape(rows.shape), self.format, levels, levels, scale, zero)
 
-    def decode(self, params: Tree, stats: Tree, body: Nonuniform) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> RowsBKTH:
         return codebook_array.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
     def kernel_side(self) -> KernelSide | str:
@@ -51,7 +51,7 @@ class LevelCodec(Codec):
 
         return side(self.format.layout, self.format.group, scale_dtype=self.format.scale_dtype, pre_rope=self.pre_rope)
 
-    def kernel_arrays(self, params: Tree, body: Nonuniform) -> list[Any]:
+    def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
-from kvq_jax.arrays.grouped_array import GroupFormat, Quantized
+from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
 from kvq_jax.rope import Rope
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupCodec(Codec):
+class GroupedCodec(Codec):
     """x^ = code * scale + zero, groups as `format` says. `pre_rope` keys are cached before RoPE and rotated when read."""
 
     side: Side
@@ -36,13 +36,13 @@ class GroupCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
         return side_rows(inputs, self.side, self.pre_rope)
 
-    def body(self, batch: int, heads: int, tokens: int) -> Quantized:
+    def body(self, batch: int, heads: int, tokens: int) -> GroupedArray:
         return grouped_array.leaves(self.format, batch, heads, tokens)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> GroupedArray:
         return grouped_array.quantize(rows, self.format)
 
-    def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> RowsBKTH:
         return grouped_array.dequantize(body)
 
     def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:

@@ -31,7 +31,7 @@ class StoredGroup(Protocol):
 
 
 class StoredGroups(Protocol):
-    """What is looked at of a `GroupCodec`."""
+    """What is looked at of a `GroupedCodec`."""
 
     @property
     def format(self) -> GroupFormat: ...

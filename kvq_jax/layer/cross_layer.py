@@ -40,7 +40,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
         fresh = at + jnp.arange(chunk) >= i * chunk  # the last chunk starts early, and adds nothing twice
         old = lax.dynamic_slice_in_dim(stored, at, chunk, 1)
         body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
-        new = after(codec, own, codec.decode(own, stats, body), leaf.load(old)[:, None])
+        new = after(codec, own, codec.dequantize(own, stats, body), leaf.load(old)[:, None])
         kept = jnp.where(fresh[None, :, None], leaf.store(new[:, 0]), old)
         return lax.dynamic_update_slice_in_dim(stored, kept, at, 1)
 

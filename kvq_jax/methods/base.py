@@ -54,7 +54,7 @@ class Method(abc.ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
-    prompt_statistics: ClassVar[bool] = False
+    has_prompt_statistics: ClassVar[bool] = False
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay exact
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # options that do nothing beside an option that is not 0

@@ -14,7 +14,7 @@ import jax
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.codecs.base import Codec
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.xquant import roofline
 from kvq_jax.methods.xquant.codec import OutlierChannel, XCodec, XCrossLayerCodec
@@ -121,7 +121,7 @@ def _nominal_bits(stored: Codec) -> int:
     """Bits of a code, as the paper counts them."""
     if isinstance(stored, OutlierChannel):
         return _nominal_bits(stored.coded)
-    return stored.format.bits if isinstance(stored, GroupCodec) else EXACT_BITS
+    return stored.format.bits if isinstance(stored, GroupedCodec) else EXACT_BITS
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------------

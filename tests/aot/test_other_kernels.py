@@ -13,7 +13,7 @@ from benchmarks.machine_code.sass import assemble
 from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
 from kvq_jax.arrays.grouped_array import GroupFormat
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
@@ -39,7 +39,7 @@ on_both_gpus = pytest.mark.parametrize("target", [H200, A100], ids=lambda target
     ],
 )
 def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_spills, arithmetic, target):
-    side = grouped(GroupCodec("k", GroupFormat(bits, scheme, axis, 32, 128, 32)))
+    side = grouped(GroupedCodec("k", GroupFormat(bits, scheme, axis, 32, 128, 32)))
     assert isinstance(side, Grouped)
     rows = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
     program = compile_for(target, lambda rows: quantize_rows(rows, side, scheme, bits, how=Launch(arithmetic)), (rows,))

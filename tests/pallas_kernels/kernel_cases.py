@@ -13,7 +13,7 @@ import pytest
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import pack, unpack
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from pallas_kernels.readers.base import Side
 
@@ -84,7 +84,7 @@ def kernel_cases(*ids: str) -> pytest.MarkDecorator:
 
 
 def side_of(format: GroupFormat | None, head_dim: int) -> Side:
-    side = dense(head_dim, "bfloat16") if format is None else grouped(GroupCodec("k", format))
+    side = dense(head_dim, "bfloat16") if format is None else grouped(GroupedCodec("k", format))
     assert isinstance(side, Side), side
     return side
 

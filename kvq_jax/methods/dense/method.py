@@ -30,10 +30,10 @@ class DenseCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return Leaf((batch, heads, tokens, self.channels), self.dtype, 2)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))
 
-    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         return body
 
     def kernel_side(self) -> KernelSide | str:

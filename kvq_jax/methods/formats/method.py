@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.channel_groups import channel_group
-from kvq_jax.arrays.codebook_array import LevelFormat
+from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.base import Codec, Side
-from kvq_jax.codecs.codebook import LevelCodec
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.codebook import CodebookCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, Windows, option
 
 
@@ -41,7 +41,7 @@ class Integer(TokenFormat):
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         group = channel_group(self.group_size, dims.num_key_value_heads, dims.head_dim)
         format = GroupFormat(self.bits, "asym", "channels", group.channels, dims.head_dim, block, self.scale_dtype, group.heads)
-        return GroupCodec(side, format, self.pre_rope and side == "k")
+        return GroupedCodec(side, format, self.pre_rope and side == "k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class NormalFloat(TokenFormat):
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         group = channel_group(self.group_size, dims.num_key_value_heads, dims.head_dim)
-        format = LevelFormat(self.bits, dims.head_dim, block, group, scale_dtype=self.scale_dtype)
-        return LevelCodec(side, format, normal_float_levels(self.bits), self.pre_rope and side == "k")
+        format = CodebookFormat(self.bits, dims.head_dim, block, group, scale_dtype=self.scale_dtype)
+        return CodebookCodec(side, format, normal_float_levels(self.bits), self.pre_rope and side == "k")
 
 
 @dataclasses.dataclass(frozen=True)

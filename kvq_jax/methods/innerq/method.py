@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
-from kvq_jax.arrays.grouped_array import GroupFormat, Quantized, Scheme, resolve_group
+from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme, resolve_group
 from kvq_jax.codecs.base import Codec, KernelJob, Side
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.rope import Rope
 
@@ -24,14 +24,14 @@ Mode = Literal["sym", "asym", "hybrid", "hybrid_prefill"]
 
 
 @dataclasses.dataclass(frozen=True)
-class InnerQCodec(GroupCodec):
+class InnerQCodec(GroupedCodec):
     """Groups over the inner dimension; with `normalize`, keys are divided by the prompt's channel norm and the query is multiplied by
     it."""
 
     hybrid_decode: bool = True  # False: generated tokens take symmetric groups (hybrid_prefill)
     normalize: bool = False
 
-    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """norm_h = sqrt(max_t |k_th|) over the prompt's valid, finite keys from position `first` on, at least 1e-3; 1 where there are
         none. [B, K, 1, H] fp32."""
         if not self.normalize:
@@ -45,7 +45,7 @@ class InnerQCodec(GroupCodec):
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return jnp.ones((batch, heads, 1, self.format.channels), jnp.float32) if self.normalize else ()
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> GroupedArray:
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
         return grouped_array.quantize(scaled, self.format, self._scheme(prefill))
 
@@ -55,7 +55,7 @@ class InnerQCodec(GroupCodec):
     def _scheme(self, prefill: bool) -> Scheme:
         return self.format.scheme if prefill or self.hybrid_decode else "sym"
 
-    def decode(self, params: Tree, stats: Tree, body: Quantized) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> RowsBKTH:
         rows = grouped_array.dequantize(body)
         return rows * stats if self.normalize else rows
 
@@ -64,7 +64,7 @@ class InnerQCodec(GroupCodec):
         return super().query(params, stats, q.astype(jnp.float32) * stats if self.normalize else q)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Quantized, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Tree, body: GroupedArray, positions: Int[Array, "B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         return dot_rows(query, grouped_array.dequantize(body))  # the query holds the norm already
 
@@ -76,7 +76,7 @@ class InnerQ(Method):
     name: ClassVar[str] = "innerq"
     summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalised per channel"
     source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026)"
-    prompt_statistics: ClassVar[bool] = True
+    has_prompt_statistics: ClassVar[bool] = True
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits", "k_bits", "v_bits")}
 
     bits: int | PerLayer = option(2, "magnitude bits, sign extra in symmetric groups (the paper's count)", choices=BITS, per_layer=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
 from kvq_jax.codecs.base import Codec, Side
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 
 BITS = (2, 3, 4, 8)
@@ -38,6 +38,6 @@ class Kivi(Method):
         if side == "k":
             group = resolve_group(self.group_size, block, "the block of tokens")
             format = GroupFormat(bits, "asym", "tokens", group, dims.head_dim, block, self.scale_dtype)
-            return GroupCodec("k", format, self.pre_rope)
+            return GroupedCodec("k", format, self.pre_rope)
         group = resolve_group(self.group_size, dims.head_dim, "head_dim")
-        return GroupCodec("v", GroupFormat(bits, "asym", "channels", group, dims.head_dim, block, self.scale_dtype))
+        return GroupedCodec("v", GroupFormat(bits, "asym", "channels", group, dims.head_dim, block, self.scale_dtype))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.codebook_array import LevelFormat, Nonuniform
+from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
@@ -42,7 +42,7 @@ class KVQuantCodec(Codec):
     """
 
     side: Side
-    format: LevelFormat
+    format: CodebookFormat
     datatype: Datatype
     weighting: Weighting
     outliers: float
@@ -89,15 +89,15 @@ class KVQuantCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
         return side_rows(inputs, self.side, self.pre_rope)
 
-    def body(self, batch: int, heads: int, tokens: int) -> Nonuniform:
+    def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.leaves(self.format, batch, heads, tokens)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Nonuniform:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> CodebookArray:
         rows = rows.astype(jnp.float32)
         clean, scale, zero, exact = self._by_channel(params, rows) if self.per_channel else self._by_token(params, rows)
         return codebook_array.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
 
-    def decode(self, params: Tree, stats: Tree, body: Nonuniform) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> RowsBKTH:
         if not self.per_channel:
             return codebook_array.dequantize(body, self._values(params))
         scale, zero = (self._channels(params, name) for name in ("scale", "zero"))
@@ -112,7 +112,7 @@ class KVQuantCodec(Codec):
         format = self.format
         return side(format.layout, format.group, scale_dtype=format.scale_dtype, slots=format.slots, pre_rope=self.pre_rope)
 
-    def kernel_arrays(self, params: Tree, body: Nonuniform) -> list[Any]:
+    def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
         sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual]
         return [*body.words, self._values(params), *affine, *sparse]

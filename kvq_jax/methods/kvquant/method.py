@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.channel_groups import channel_group
-from kvq_jax.arrays.codebook_array import LevelFormat
+from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.sparse_outliers import slots_per_side
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
@@ -57,7 +57,7 @@ class KVQuant(Method):
         slots = 2 * slots_per_side(self.outliers, heads * head_dim)
         return KVQuantCodec(
             side=side,
-            format=LevelFormat(bits, head_dim, block, group, slots, axis == "channel" or self.thresholds == "matrix", self.scale_dtype),
+            format=CodebookFormat(bits, head_dim, block, group, slots, axis == "channel" or self.thresholds == "matrix", self.scale_dtype),
             datatype=self.datatype,
             weighting=self.weighting,
             outliers=self.outliers,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
-from kvq_jax.arrays.polar_array import Cut, Grid, Polar, PolarFormat
+from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.codecs.dots import dot_rows
@@ -36,10 +36,10 @@ class PolarCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
         return side_rows(inputs, "k")
 
-    def body(self, batch: int, heads: int, tokens: int) -> Polar:
+    def body(self, batch: int, heads: int, tokens: int) -> PolarArray:
         return polar_array.leaves(self.format, batch, heads, tokens)
 
-    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """step_i = max_t r_ti / (2^radius_bits - 1) over the prompt's valid, finite pairs from position `first` on, 1 where there are none.
         [B, K, 1, H/2] fp32; () where radii have groups."""
         if self.format.grid == "grouped":
@@ -52,14 +52,14 @@ class PolarCodec(Codec):
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return jnp.ones((batch, heads, 1, self.format.half), jnp.float32) if self.format.grid == "global" else ()
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Polar:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> PolarArray:
         return polar_array.quantize(rows, self.format, stats if self.format.grid == "global" else None)
 
-    def decode(self, params: Tree, stats: Tree, body: Polar) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: PolarArray) -> RowsBKTH:
         return polar_array.dequantize(body, stats if self.format.grid == "global" else None)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: Polar, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: PolarArray, positions: Int[Array, "B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         """One query row looks up its products with the angles; several share keys, whose halves XLA joins slowly (docs/decisions.md)."""
         step = stats if self.format.grid == "global" else None
@@ -86,7 +86,7 @@ class PolarQuant(Method):
     name: ClassVar[str] = "polarquant"
     summary: ClassVar[str] = "keys as angle and radius of each RoPE pair; values exact, or another method's (k=polarquant+v=...)"
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
-    prompt_statistics: ClassVar[bool] = True
+    has_prompt_statistics: ClassVar[bool] = True
     keys_only: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, str]] = {
         "m4n4": "angle_bits=4,radius_bits=4,group_size=128",

@@ -10,16 +10,16 @@ from jaxtyping import Array, Float
 
 from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import uniform
-from kvq_jax.arrays.grouped_array import Quantized
+from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
 from kvq_jax.codecs.base import KernelJob
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.subspace import Solver
 
 
 @dataclasses.dataclass(frozen=True)
-class SquatCodec(GroupCodec):
+class SquatCodec(GroupedCodec):
     """Keys per channel over groups of tokens. What is stored and how it is read is KIVI's; the statistics of a row are the matrices with
     which its keys are quantized, [B, K, H - block, H - last block] fp32, zeros for a row without a prompt.
 
@@ -37,7 +37,7 @@ class SquatCodec(GroupCodec):
     solver: Solver = "power"
     shared: bool = False
 
-    def statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
         """From the queries of all valid tokens, those of the sink too: it is their keys that stay exact."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
@@ -60,7 +60,7 @@ class SquatCodec(GroupCodec):
         blocks = -(-channels // block)
         return jnp.zeros((batch, heads, channels - block, (blocks - 1) * block), jnp.float32)
 
-    def encode(self, params: Tree, stats: Array, rows: RowsBKTH, *, prefill: bool) -> Quantized:
+    def quantize(self, params: Tree, stats: Array, rows: RowsBKTH, *, prefill: bool) -> GroupedArray:
         """Each block's ranges are taken after the corrections of the blocks before it. An entry that is not finite corrects nothing."""
         format, width = self.format, self.block_channels
         batch, heads, tokens, channels = rows.shape
@@ -75,7 +75,7 @@ class SquatCodec(GroupCodec):
                 matrix = stats[:, :, start:, start : start + width]
                 grouped = grouped + jnp.einsum("bkntc,bkrc->bkntr", error, matrix, precision=lax.Precision.HIGHEST)
         codes, scale, zero = (jnp.concatenate(parts, axis=-1) for parts in zip(*blocks, strict=True))
-        return Quantized(pack(codes.reshape(rows.shape), format.layout), jnp.squeeze(scale, 3), jnp.squeeze(zero, 3), format)
+        return GroupedArray(pack(codes.reshape(rows.shape), format.layout), jnp.squeeze(scale, 3), jnp.squeeze(zero, 3), format)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         """No kernel corrects keys; reading them needs nothing new."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, Side
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
@@ -26,7 +26,7 @@ class _Squat(Method):
     to the prompt's queries; values as KIVI's. Wang et al., SQuat, section 3."""
 
     source: ClassVar[str] = "SQuat (Wang et al. 2025), arXiv:2503.24358"
-    prompt_statistics: ClassVar[bool] = True
+    has_prompt_statistics: ClassVar[bool] = True
     reads_queries: ClassVar[bool] = True
     pre_rope: ClassVar[bool]
 
@@ -59,7 +59,7 @@ class _Squat(Method):
             raise ValueError(f"block_channels={width} leaves no channel to correct at head_dim {channels}: take less, or kivi")
         if side == "v" or self.lam == 0:
             return plain
-        assert isinstance(plain, GroupCodec)  # what KIVI makes of keys
+        assert isinstance(plain, GroupedCodec)  # what KIVI makes of keys
         codec = SquatCodec(
             side=side,
             format=plain.format,

@@ -51,13 +51,13 @@ class OutlierChannel(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.coded.body(batch, heads, tokens), Leaf((batch, heads, tokens, 1), self.dtype, 2)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
         rest = rows.at[..., 0].set(0)
-        return self.coded.encode(params, stats, rest, prefill=prefill), rows[..., :1].astype(jnp.dtype(self.dtype))
+        return self.coded.quantize(params, stats, rest, prefill=prefill), rows[..., :1].astype(jnp.dtype(self.dtype))
 
-    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
         coded, exact = body
-        rest = self.coded.decode(params, stats, coded)
+        rest = self.coded.dequantize(params, stats, coded)
         return jnp.concatenate([exact.astype(rest.dtype), rest[..., 1:]], axis=-1)
 
 
@@ -87,11 +87,11 @@ class _XRows(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.stored.body(batch, 1, tokens)
 
-    def encode(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
-        return self.stored.encode((), (), rows, prefill=prefill)
+    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+        return self.stored.quantize((), (), rows, prefill=prefill)
 
-    def decode(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
-        return self.stored.decode((), (), body)
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+        return self.stored.dequantize((), (), body)
 
     def kernel_side(self) -> KernelSide | str:
         return "keys are rebuilt from the layer's input by matrix products, which XLA does"
@@ -125,7 +125,7 @@ class XCodec(_XRows):
     def weighted(
         self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
     ) -> Float[Array, "B K R H"]:
-        return weighted_values(own_parameters(params)["v"], weights, self.decode(params, stats, body))
+        return weighted_values(own_parameters(params)["v"], weights, self.dequantize(params, stats, body))
 
 
 @dataclasses.dataclass(frozen=True)

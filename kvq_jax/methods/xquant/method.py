@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.grouped_array import Axis, GroupFormat, resolve_group
 from kvq_jax.codecs.base import Codec, Side
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.methods.xquant.codec import OutlierChannel, Reading, XCodec, XCrossLayerCodec
@@ -49,7 +49,7 @@ class _InputCache(Method):
             return DenseCodec("k", channels, dtype)
         size, what = (channels, "the row") if axis == "channels" else (block, "the block of tokens")
         group = resolve_group(self.group_size, size, what, GROUP)
-        coded = GroupCodec("k", GroupFormat(bits, "asym", axis, group, channels, block, self.scale_dtype))
+        coded = GroupedCodec("k", GroupFormat(bits, "asym", axis, group, channels, block, self.scale_dtype))
         return OutlierChannel(coded, dtype) if outlier_channel else coded
 
     def plain(self, side: Side, bits: int, dims: ModelDims, block: int, dtype: str, outlier_channel: bool) -> Codec:

@@ -17,8 +17,8 @@ from kvq_jax.attention import dispatch
 from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.bias_subtracting import inner_codec
-from kvq_jax.codecs.codebook import LevelCodec
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.codebook import CodebookCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.dense import Dense
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
@@ -137,7 +137,7 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
         **({"subtract_bias": True} if coder is not codec else {}),
         "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1)),
     }
-    if isinstance(coder, GroupCodec):
+    if isinstance(coder, GroupedCodec):
         layout = coder.format.layout
         described["packing"] = {
             "code_bits": coder.format.code_bits,
@@ -165,7 +165,7 @@ def _options(value: Any) -> dict[str, Any]:
 
 def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
     """What of the model matters to a cache, in words."""
-    h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.prompt_statistics]
+    h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.has_prompt_statistics]
     normed = "applied when keys are rebuilt" if rebuilds_keys(spec, config) else "keys are cached after it"
     return {
         "model": f"{config.model_type}, {config.num_hidden_layers} layers",
@@ -276,7 +276,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
     if config.head_dim not in kernel_readers.HEAD_DIMS:
         found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
     coders = [inner_codec(codec) for plan in cache.plans for codec in plan.codecs]
-    padded = {c.format.layout.chunks * c.format.layout.plane for c in coders if isinstance(c, GroupCodec)}
+    padded = {c.format.layout.chunks * c.format.layout.plane for c in coders if isinstance(c, GroupedCodec)}
     wasteful = max(padded, default=config.head_dim)
     if wasteful > config.head_dim:
         found.append(f"codes of {config.head_dim} channels are padded to {wasteful} to fill words, and the padding is stored")
@@ -306,9 +306,9 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
 
 def _bits_of_token_groups(keys: Codec) -> int | None:
     """Bits of codes whose scale the channels of a token share; None for other codecs, and for keys without their bias."""
-    if isinstance(keys, GroupCodec):
+    if isinstance(keys, GroupedCodec):
         return keys.format.code_bits if keys.format.axis == "channels" else None
-    if isinstance(keys, LevelCodec | KVQuantCodec):
+    if isinstance(keys, CodebookCodec | KVQuantCodec):
         return keys.format.bits if keys.format.group is not None else None
     return None
 

@@ -13,7 +13,7 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.codecs.bias_subtracting import inner_codec
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.xquant.roofline import Device
 from kvq_models.inference.memory import parameter_bytes, working_bytes
 from kvq_models.llama.config import LlamaConfig
@@ -143,12 +143,12 @@ def paper_layout_bytes(cache: Cache) -> int | None:
     return kvq.nbytes(cache) - ours + theirs
 
 
-def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupCodec, Any, int]]:
+def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupedCodec, Any, int]]:
     """(codec, body, tokens of the body's capacity) of each side and layer with hybrid groups."""
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         for codec, body in zip(plan.codecs, layer.body, strict=True):
             coder = inner_codec(codec)
-            if isinstance(coder, GroupCodec) and coder.format.scheme == "hybrid":
+            if isinstance(coder, GroupedCodec) and coder.format.scheme == "hybrid":
                 yield coder, body, plan.regions.body_capacity
 
 

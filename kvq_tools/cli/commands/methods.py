@@ -51,7 +51,7 @@ def describe(kind: type[Method]) -> dict[str, Any]:
         "source": kind.source,
         "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
         "windows": dataclasses.asdict(windows),
-        "prompt_statistics": kind.prompt_statistics,
+        "prompt_statistics": kind.has_prompt_statistics,
         "presets": dict(kind.presets),
         "options": [
             {

@@ -21,7 +21,7 @@ NAME = "polarquant_m4n4_g128"
 FORMAT = PolarFormat(4, 4, 64, 128, 128, cut="fixed", scale_dtype="float32")
 
 
-def codes_of(body: polar_array.Polar) -> np.ndarray:
+def codes_of(body: polar_array.PolarArray) -> np.ndarray:
     return np.asarray(unpack(body.words, body.format.layout))
 
 
@@ -150,7 +150,7 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
     codec = kvq.parse(spec).layer(0, CacheDims(1, 4, 2, 32, 64), 64, "float32").k
     assert isinstance(codec, PolarCodec)
     step = jnp.asarray(rng.uniform(0.1, 0.5, (2, 2, 1, 16)), jnp.float32)
-    body = codec.encode((), step, jnp.asarray(rows), prefill=True)
+    body = codec.quantize((), step, jnp.asarray(rows), prefill=True)
 
     codes = np.asarray(unpack(body.words, body.format.layout)).reshape(2, 2, -1, 32, 16)
     angle, radius = (codes & (2 ** bits[0] - 1)).astype(np.float64), (codes >> bits[0]).astype(np.float64)
@@ -171,7 +171,7 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
     ones = [np.asarray(codec.scores((), step, jnp.asarray(q[:, :, r : r + 1]), body, positions, None)) for r in range(3)]
     compare("keys", three, wanted)
     compare("products", np.concatenate(ones, axis=2), wanted)
-    compare("decoded", np.einsum("bkrh,bkth->bkrt", q, np.asarray(codec.decode((), step, body))), wanted)
+    compare("decoded", np.einsum("bkrh,bkth->bkrt", q, np.asarray(codec.dequantize((), step, body))), wanted)
     turned = np.concatenate([q[..., 16:], -q[..., :16]], axis=-1)  # q . k turned by a quarter
     with pytest.raises(AssertionError):
         compare("turned", np.asarray(codec.scores((), step, jnp.asarray(turned[:, :, :1]), body, positions, None)), wanted[:, :, :1])

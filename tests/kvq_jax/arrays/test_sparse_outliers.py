@@ -104,7 +104,7 @@ def test_a_method_without_its_calibration_says_so():
     cache = kvq.init_cache("kvquant:bits=3,outliers=0", CacheDims(1, 4, 2, 32, 128), 1, 64)
     codec = cache.plans[0].k
     with pytest.raises(ValueError, match=r"kvquant needs calibrated scale of k: prepare\(llama, spec, calibration\)"):
-        codec.encode((), (), jnp.zeros((1, 2, 32, 32)), prefill=True)
+        codec.quantize((), (), jnp.zeros((1, 2, 32, 32)), prefill=True)
 
 
 def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():
@@ -115,8 +115,8 @@ def test_an_outlier_is_exact_and_its_neighbours_are_coded_without_it():
     found = []
     for size in (4.0, 4e4):
         rows[0, 0, 7, 3] = size
-        body = plan.v.encode((), (), jnp.asarray(rows), prefill=True)
-        found.append(np.array(plan.v.decode((), (), body)))
+        body = plan.v.quantize((), (), jnp.asarray(rows), prefill=True)
+        found.append(np.array(plan.v.dequantize((), (), body)))
         assert found[-1][0, 0, 7, 3] == pytest.approx(size, rel=1e-6)
     found[0][0, 0, 7, 3] = found[1][0, 0, 7, 3] = 0
     np.testing.assert_array_equal(found[0], found[1])

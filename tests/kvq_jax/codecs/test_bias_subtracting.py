@@ -56,15 +56,15 @@ def coded(spec: str, tokens: Sequences, added: np.ndarray):
     params = codec.from_weights(layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH) + added.ravel()))
     length = np.full(2, TOKENS, np.int32)
     inputs = tokens.rows([0, 1]).window(0 * length, length, TOKENS)
-    stats = codec.statistics(params, inputs, 0)
-    body = codec.encode(params, stats, codec.rows(params, inputs).astype(jnp.float32), prefill=True)
+    stats = codec.prompt_statistics(params, inputs, 0)
+    body = codec.quantize(params, stats, codec.rows(params, inputs).astype(jnp.float32), prefill=True)
     q = inputs.q_rot.reshape(2, HEADS, -1, WIDTH)
     return codec, params, stats, body, q, inputs.positions
 
 
 def decoded(spec: str, tokens: Sequences, added: np.ndarray) -> np.ndarray:
     codec, params, stats, body, _, _ = coded(spec, tokens, added)
-    return np.asarray(codec.decode(params, stats, body))
+    return np.asarray(codec.dequantize(params, stats, body))
 
 
 def changed(first: np.ndarray, second: np.ndarray) -> float:
@@ -94,7 +94,7 @@ def test_scores_are_those_of_the_restored_keys_and_grow_by_the_biass_share(spec:
     for sequence, added in ((tokens, zero), (with_constant(tokens, constant()), constant())):
         codec, params, stats, body, q, positions = coded(spec, sequence, added)
         scores = codec.scores(params, stats, codec.query(params, stats, q), body, positions, tokens.rope)
-        rows.append(codec.decode(params, stats, body))
+        rows.append(codec.dequantize(params, stats, body))
         keys = codec.vectors(params, rows[-1], positions, tokens.rope)
         scores, wanted = np.asarray(scores), np.asarray(dot_rows(q, keys))
         assert row_errors(scores, wanted).max() < 1e-5, f"{row_errors(scores, wanted).max():.1e}"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvq_jax.arrays import grouped_array
-from kvq_jax.arrays.grouped_array import GroupFormat, Quantized
+from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.rope import Rope
 
 BATCH, HEADS, TOKENS, ROWS = 2, 2, 96, 3
@@ -34,12 +34,12 @@ def names(format: GroupFormat) -> str:
     return f"{format.scheme}{format.bits}_{format.axis}{format.group_size}_H{format.channels}_block{format.block}"
 
 
-def body_of(format: GroupFormat, seed: int = 0) -> Quantized:
+def body_of(format: GroupFormat, seed: int = 0) -> GroupedArray:
     rows = np.random.default_rng(seed).normal(size=(BATCH, HEADS, TOKENS, format.channels)).astype(np.float32)
     return grouped_array.quantize(jnp.asarray(rows), format)
 
 
-def decoded_by_definition(body: Quantized) -> np.ndarray:
+def decoded_by_definition(body: GroupedArray) -> np.ndarray:
     """code * scale + zero, one group at a time."""
     format, codes = body.format, np.asarray(grouped_array.codes(body)).astype(np.float32)
     scale, zero = np.asarray(body.scale).astype(np.float32), np.asarray(grouped_array.zeros(body))
@@ -58,7 +58,7 @@ def relative_error(found, expected) -> float:
     return float(np.max(np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
 
 
-def reads(format: GroupFormat, body: Quantized, rope: Rope | None = None) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
+def reads(format: GroupFormat, body: GroupedArray, rope: Rope | None = None) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
     """(scores, weighted values, queries, weights) of a codec whose body is `body`."""
     draw = np.random.default_rng(1)
     q = draw.normal(size=(BATCH, HEADS, ROWS, format.channels)).astype(np.float32)
@@ -67,7 +67,7 @@ def reads(format: GroupFormat, body: Quantized, rope: Rope | None = None) -> tup
 
     @jax.jit
     def run(q, p, body):
-        k, v = GroupCodec("k", format, pre_rope=rope is not None), GroupCodec("v", format)
+        k, v = GroupedCodec("k", format, pre_rope=rope is not None), GroupedCodec("v", format)
         scores = k.scores((), (), k.query((), (), q), body, positions, rope)
         return scores, v.weighted((), (), p, body, positions, None)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.codebook_array import LevelFormat
+from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.sparse_outliers import slots_per_side
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
@@ -20,7 +20,7 @@ UNCAPPED = 128  # a slot for every entry
 
 def codec_of(side: str, bits: int, slots: int, datatype: str = "nuq", qnorm: bool = False) -> KVQuantCodec:
     group = None if side == "k" else ChannelGroup(1, WIDTH)
-    format = LevelFormat(bits, WIDTH, 1, group, slots, side == "k", "float32")
+    format = CodebookFormat(bits, WIDTH, 1, group, slots, side == "k", "float32")
     return KVQuantCodec(side, format, datatype, "fisher", 0.01, False, qnorm, pre_rope=False)  # type: ignore[arg-type]
 
 
@@ -37,9 +37,9 @@ def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np
     lower, upper = (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])  # of all tokens, not of the slice
     params = parameters(bits, lower, upper)
     codec = codec_of(side, bits, slots, **options)
-    body = codec.encode(params, (), jnp.asarray(data[side.upper()])[None, None], prefill=True)
+    body = codec.quantize(params, (), jnp.asarray(data[side.upper()])[None, None], prefill=True)
     dropped = np.zeros(len(data["K"])) if body.outliers is None or body.outliers.dropped is None else np.asarray(body.outliers.dropped)[0]
-    return np.asarray(codec.decode(params, (), body))[0, 0], dropped
+    return np.asarray(codec.dequantize(params, (), body))[0, 0], dropped
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

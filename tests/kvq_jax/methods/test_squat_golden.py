@@ -27,12 +27,12 @@ def statistics(codec: SquatCodec = CODEC):
     queries = jnp.asarray(data()["Q_triangular"])
     keys = jnp.zeros_like(queries)
     positions = jnp.arange(queries.shape[2], dtype=jnp.int32)[None]
-    return codec.statistics((), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None), 0)
+    return codec.prompt_statistics((), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None), 0)
 
 
-def coded(matrices) -> tuple[np.ndarray, np.ndarray, grouped_array.Quantized]:
-    body = CODEC.encode((), jnp.asarray(matrices), jnp.asarray(data()["K"]), prefill=True)
-    return np.asarray(grouped_array.codes(body)), np.asarray(CODEC.decode((), (), body)), body
+def coded(matrices) -> tuple[np.ndarray, np.ndarray, grouped_array.GroupedArray]:
+    body = CODEC.quantize((), jnp.asarray(matrices), jnp.asarray(data()["K"]), prefill=True)
+    return np.asarray(grouped_array.codes(body)), np.asarray(CODEC.dequantize((), (), body)), body
 
 
 def relative(found, expected) -> float:

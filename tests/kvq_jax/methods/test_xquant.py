@@ -257,7 +257,7 @@ def test_the_accumulator_is_what_the_layers_below_said():
     base = cross_layer.advance(plans[1], own[1], states[1], live_tokens, ())
     after = cross_layer.advance(plans[2], own[2], states[2], live_tokens, base)
     codec = plans[2].k
-    decoded = codec.decode(own[2][0], (), load_body(codec.body(1, 1, 16), states[2].body[0]))
+    decoded = codec.dequantize(own[2][0], (), load_body(codec.body(1, 1, 16), states[2].body[0]))
     wanted = base + jnp.einsum("btc,dc->btd", decoded[:, 0], own[2][0]["basis"])
     np.testing.assert_allclose(after[:, :64], wanted[:, :64], atol=1e-5)
     assert np.abs(np.asarray(after - base))[:, :64].max() > 1e-2, "the layer added nothing"

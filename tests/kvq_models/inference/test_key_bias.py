@@ -120,7 +120,7 @@ def test_doctor_suggests_the_option_and_tells_what_it_does(tmp_path, run, run_js
     assert not found["warnings"] or all("k_proj bias" not in w for w in found["warnings"])
     assert found["facts"]["k_proj_bias"].endswith("; subtracted before keys are coded")
     layer = found["layers"][0]
-    assert (layer["k"]["codec"], layer["k"]["subtract_bias"], "subtract_bias" in layer["v"]) == ("GroupCodec", True, False)
+    assert (layer["k"]["codec"], layer["k"]["subtract_bias"], "subtract_bias" in layer["v"]) == ("GroupedCodec", True, False)
     assert layer["k"]["packing"] == layer["v"]["packing"]
     assert "subtract_bias=true adds" in layer["no_kernel"]
     _, text, _ = run("doctor", tmp_path, "--cache", "int4:subtract_bias=true")

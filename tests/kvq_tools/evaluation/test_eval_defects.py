@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.codecs.grouped import GroupCodec
+from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.regions import Regions
 from kvq_jax.rope import rotate
 from kvq_tools import evaluate_caches
@@ -22,20 +22,20 @@ from tests.kvq_models.checkpoints import random_llama, tiny_config
 SPEC = kvq.parse("kivi:bits=4,recent=8,block=8")
 
 
-class KeysStoredAsValues(GroupCodec):
+class KeysStoredAsValues(GroupedCodec):
     def rows(self, params, inputs):
         return inputs.k_rot
 
 
-class ScaleOfTheNextGroup(GroupCodec):
+class ScaleOfTheNextGroup(GroupedCodec):
     """The groups of one channel of one head have their neighbours' scale."""
 
-    def encode(self, params, stats, rows, *, prefill):
-        body = super().encode(params, stats, rows, prefill=prefill)
+    def quantize(self, params, stats, rows, *, prefill):
+        body = super().quantize(params, stats, rows, prefill=prefill)
         return dataclasses.replace(body, scale=body.scale.at[:, 0, :, 0].set(body.scale[:, 0, :, 1]))
 
 
-class OnePositionOn(GroupCodec):
+class OnePositionOn(GroupedCodec):
     """Keys are rotated as if they stood one token later."""
 
     def rows(self, params, inputs):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvq_jax.arrays import grouped_array
-from kvq_jax.arrays.grouped_array import GroupFormat, Quantized, Scheme
+from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.quantize.rounding import Job, Levels
@@ -119,7 +119,7 @@ def fused(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, how: L
 
 
 @functools.partial(jax.jit, static_argnames="case")
-def reference(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None) -> Quantized:
+def reference(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None) -> GroupedArray:
     scaled = rows if divisor is None else rows.astype(jnp.float32) / divisor
     return grouped_array.quantize(scaled, case.format, case.scheme)
 
@@ -135,11 +135,11 @@ def ulps(found: jax.Array, wanted: jax.Array) -> np.ndarray:
     return np.abs(ordered(found) - ordered(wanted))
 
 
-def codes_of(packed: Packed, like: Quantized) -> np.ndarray:
+def codes_of(packed: Packed, like: GroupedArray) -> np.ndarray:
     return np.asarray(grouped_array.codes(dataclasses.replace(like, words=packed.words)), np.int64)
 
 
-def wanted_codes(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, wanted: Quantized) -> np.ndarray:
+def wanted_codes(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, wanted: GroupedArray) -> np.ndarray:
     """The codes of the reference, but with ties rounded half to even: XLA replaces its division by a product with a reciprocal, which
     misses some (2.5e-4 of all codes in one of the cases here)."""
     codes = np.asarray(grouped_array.codes(wanted), np.int64)
@@ -156,7 +156,7 @@ def wanted_codes(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None,
     return np.where(q - np.floor(q) == 0.5, np.round(q).clip(0, top), codes).astype(np.int64)
 
 
-def disagreement(case: QuantizeCase, found: Packed, wanted: Quantized, codes: np.ndarray, share: float = 1e-4) -> str | None:
+def disagreement(case: QuantizeCase, found: Packed, wanted: GroupedArray, codes: np.ndarray, share: float = 1e-4) -> str | None:
     """What is wrong, if anything. At most `share` of the codes may differ, by one."""
     assert found.scale.dtype == jnp.dtype(case.format.scale_dtype)
     assert [w.shape for w in found.words] == [w.shape for w in wanted.words]
