@@ -15,9 +15,10 @@ import jax
 import kvq_jax as kvq
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.memory_status import is_dense, quantized_tokens, quantizes
-from kvq_models.inference.method_parameters import check_calibration, check_weights
+from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.layer_weights import check_weights
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
 
 EMBEDDED = "embedded"

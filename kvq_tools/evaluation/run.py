@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from kvq_jax.cache.cache import layout
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_models.inference.progress import Progress
+from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Evaluation, Quality

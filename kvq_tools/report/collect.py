@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.cache.accounting import layer_components
+from kvq_models.calibration.progress import Progress
 from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_bytes
 from kvq_models.inference.memory_status import is_dense
-from kvq_models.inference.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.finite import finite

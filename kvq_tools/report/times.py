@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
+from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import decode_step, implementations
-from kvq_models.inference.progress import Progress
 from kvq_models.llama.model import Llama
 from kvq_tools.report.schema import Machine, Speed, StepTimes
 

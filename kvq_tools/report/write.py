@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvq_models.inference.progress import Progress
+from kvq_models.calibration.progress import Progress
 from kvq_tools.report import page
 from kvq_tools.report.schema import Report, dump
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
+from kvq_models.calibration.progress import Progress
 from kvq_models.inference.generation import generate_stream
-from kvq_models.inference.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Scores, Task

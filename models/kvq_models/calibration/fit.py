@@ -28,10 +28,10 @@ from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.file import Calibration, Origin
 from kvq_models.calibration.needs import Need, fingerprint, needs
+from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.store import Identity, Store
-from kvq_models.inference.method_parameters import check_weights, layer_weights
-from kvq_models.inference.progress import Progress
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.layer_weights import check_weights, layer_weights
 from kvq_models.llama.model import Layer, Llama
 from kvq_models.llama.rope import rope_for
 

@@ -7,8 +7,8 @@ import jax
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.layer.plan import LayerPlan
-from kvq_models.inference.method_parameters import layer_weights
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import abstract_llama
 
 CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted, whatever the model's

@@ -5,7 +5,6 @@ With them goes what they were made for, as static text: `parameters_for` hands t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -15,17 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvq_jax.array_types import LayerWeights, Tree
+from kvq_jax.array_types import Tree
 from kvq_jax.cache.cache import CacheDims, dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec
-from kvq_jax.codecs.bias_subtracting import check_bias
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.base import Method
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_models.llama.config import LlamaConfig
-from kvq_models.llama.model import Layer, Llama, abstract_llama
+from kvq_models.llama.layer_weights import layer_weights
+from kvq_models.llama.model import Llama
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
 Progress = Callable[[Sequence[int], str], Iterable[int]]  # shows how far a loop over layers is
@@ -85,26 +84,6 @@ def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
                         f"{str(spec)!r} needs those for {asked!r}: prepare(llama, {str(spec)!r}) makes them"
                     )
     return carried or ((),) * len(llama.layers)
-
-
-def layer_weights(layer: Layer) -> LayerWeights:
-    """What of a layer's weights cache methods may build on: the model's own arrays, or ShapeDtypeStructs of an abstract one."""
-    k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
-    return LayerWeights(
-        k_kernel=k.kernel.get_value(),
-        v_kernel=v.kernel.get_value(),
-        k_bias=None if k.bias is None else k.bias.get_value(),
-        v_bias=None if v.bias is None else v.bias.get_value(),
-        k_norm=None if norm is None else norm.scale.get_value(),
-        input_norm=layer.input_norm.scale.get_value(),
-        norm_eps=jnp.asarray(layer.input_norm.eps, jnp.float32),
-    )
-
-
-def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
-    """ValueError, in one line, where the spec needs weights that a model of this config does not have."""
-    if spec.subtract_bias:
-        check_bias(layer_weights(abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]))
 
 
 def check_calibration(

@@ -11,7 +11,8 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.methods.xquant.roofline import DEVICES
-from kvq_models.inference.method_parameters import layer_weights, prepare
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import abstract_llama
 from kvq_tools.cli import memory_roofline
 from tests.kvq_models.checkpoints import SIZES, random_llama, tiny_config

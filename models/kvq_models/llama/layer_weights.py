@@ -1,0 +1,33 @@
+"""The weights of a layer that cache methods build on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvq_jax.array_types import LayerWeights
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.codecs.bias_subtracting import check_bias
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Layer, abstract_llama
+
+
+def layer_weights(layer: Layer) -> LayerWeights:
+    """Return the weights of a layer that cache methods may build on: the model's own arrays, or ShapeDtypeStructs of an abstract one."""
+    k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
+    return LayerWeights(
+        k_kernel=k.kernel.get_value(),
+        v_kernel=v.kernel.get_value(),
+        k_bias=None if k.bias is None else k.bias.get_value(),
+        v_bias=None if v.bias is None else v.bias.get_value(),
+        k_norm=None if norm is None else norm.scale.get_value(),
+        input_norm=layer.input_norm.scale.get_value(),
+        norm_eps=jnp.asarray(layer.input_norm.eps, jnp.float32),
+    )
+
+
+def check_weights(spec: CacheSpec, config: LlamaConfig) -> None:
+    """Raise ValueError, in one line, where the spec needs weights that a model of this config does not have."""
+    if spec.subtract_bias:
+        check_bias(layer_weights(abstract_llama(dataclasses.replace(config, num_hidden_layers=1)).layers[0]))
