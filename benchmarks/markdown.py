@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable, Sequence
+
+from benchmarks.report_file import Report
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A GitHub table."""
+    """Render a GitHub table."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
+    """Render a page's title, and the paragraph that tells what made its numbers and where they lie."""
+    versions = [f"JAX {report.jax_version}", *([f"Python {report.python_version}"] if report.python_version else [])]
+    made = f"`{report.command}` on {report.date}{report.device and f', device {report.device}'}; {', '.join(versions)}."
+    return [f"# {report.title}", " ".join([made, *said, f"Raw numbers: [{file.name}]({file.name})."])]

@@ -7,12 +7,21 @@ import pathlib
 import re
 from typing import Any
 
+from benchmarks import overview
+from benchmarks.overview import OverviewReport
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def output(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "docs" / "examples" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_table_of_caches_is_that_of_the_overview():
+    report = OverviewReport.read(ROOT / "benchmarks" / "results" / "overview.json")
+    wanted = overview.readme_table(report)
+    assert wanted in README, f"the numbers of `python -m benchmarks.overview` are\n\n{wanted}"
 
 
 def test_the_table_of_kvq_eval_is_that_of_its_output():

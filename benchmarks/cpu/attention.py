@@ -8,7 +8,6 @@ docs/decisions.md, "CPU decode attention".
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Candidate, Shape, argument_parser, first_row, parsed, random_layer, relative_error, run, wait
+from benchmarks.report_file import arguments
 from kvq_jax.attention import reference
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
     args = parsed(parser, argv)
     shapes = [Shape(b, n, h, args.kv_heads, args.group) for h in args.head_dim for b in args.batch for n in args.tokens]
-    command = ("benchmarks.cpu.attention", *(sys.argv[1:] if argv is None else argv))
+    command = ("benchmarks.cpu.attention", *arguments(argv))
     report = run("Decode attention of one layer", command, shapes, lambda shape: candidates(shape, args.cache), args.rounds)
     if args.json:
         report.write(args.json)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Candidate, Shape, argument_parser, parsed, random_layer, relative_error, run, wait
+from benchmarks.report_file import arguments
 from kvq_jax.attention import reference
 from kvq_jax.layer import cross_layer
 from kvq_models import Llama, LlamaConfig, decode_step, prepare
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parsed(parser, argv)
     shapes = [Shape(b, n, args.head_dim, QUERY_HEADS // args.group, args.group) for b in args.batch for n in args.tokens]
     steps = args.rounds + 2  # one to compare logits, one to warm up
-    command = ("benchmarks.cpu.decode_step", *(sys.argv[1:] if argv is None else argv))
+    command = ("benchmarks.cpu.decode_step", *arguments(argv))
     title = f"Decode step of a Llama with {args.layers} layers"
     report = run(title, command, shapes, lambda shape: candidates(shape, args.cache, args.layers, steps), args.rounds)
     if args.json:

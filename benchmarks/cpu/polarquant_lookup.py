@@ -12,7 +12,6 @@ Errors are relative to keys in float64.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,6 +22,7 @@ from jaxtyping import Array, Float
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Candidate, Shape, argument_parser, parsed, relative_error, run, wait
+from benchmarks.report_file import arguments
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.codebooks import look_up
 from kvq_jax.arrays.packing import unpack
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", type=int, nargs="+", default=(1, 2, 4), metavar="G", help="query heads for each KV head")
     args = parsed(parser, argv)
     shapes = [Shape(b, n, h, args.kv_heads, g) for h in args.head_dim for b in args.batch for n in args.tokens for g in args.group]
-    command = ("benchmarks.cpu.polarquant_lookup", *(sys.argv[1:] if argv is None else argv))
+    command = ("benchmarks.cpu.polarquant_lookup", *arguments(argv))
     title = "Scores of PolarQuant's keys in XLA"
     try:
         report = run(title, command, shapes, lambda shape: [c for spec in args.cache for c in candidates(shape, spec)], args.rounds)

@@ -6,7 +6,6 @@ The error is that of one token decoded from the cache afterwards.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import Array
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Candidate, Shape, argument_parser, parsed, relative_error, run, wait
+from benchmarks.report_file import arguments
 from kvq_jax.attention import reference
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=4, metavar="G", help="query heads for each KV head")
     args = parsed(parser, argv)
     shapes = [Shape(b, n, h, args.kv_heads, args.group) for h in args.head_dim for b in args.batch for n in args.tokens]
-    command = ("benchmarks.cpu.squat_prefill", *(sys.argv[1:] if argv is None else argv))
+    command = ("benchmarks.cpu.squat_prefill", *arguments(argv))
     title = "Prefill of one layer with SQuat"
     report = run(title, command, shapes, lambda shape: [candidate(shape, spec) for spec in args.cache], args.rounds)
     if args.json:

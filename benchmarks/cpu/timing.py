@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import os
 import pathlib
 import platform
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.report_file import Report, header
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.layer.plan import LayerPlan, LayerState
 
@@ -66,32 +65,16 @@ class Row:
         return min(self.samples_ms)
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CpuReport(Report):
     """Rows, and the conditions they were measured under. load: the machine's load average of one minute when a shape was begun, and at the
     end."""
 
-    title: str
     baseline: str
-    command: str
-    date: str
-    device: str
     cpu: str
     cores: int
-    jax_version: str
-    python_version: str
     load: tuple[float, ...]
     rows: tuple[Row, ...]
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Report:
-        fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        rows = tuple(Row(**(row | {"shape": Shape(**row["shape"]), "samples_ms": tuple(row["samples_ms"])})) for row in fields["rows"])
-        return cls(**(fields | {"rows": rows, "load": tuple(fields["load"])}))
 
 
 @dataclasses.dataclass
@@ -133,7 +116,9 @@ def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
     ]
 
 
-def run(title: str, command: Sequence[str], shapes: Sequence[Shape], candidates: Callable[[Shape], list[Candidate]], rounds: int) -> Report:
+def run(
+    title: str, command: Sequence[str], shapes: Sequence[Shape], candidates: Callable[[Shape], list[Candidate]], rounds: int
+) -> CpuReport:
     """Times the candidates of every shape, and says where it is."""
     rows, load = [], []
     for i, shape in enumerate(shapes):
@@ -147,16 +132,12 @@ def run(title: str, command: Sequence[str], shapes: Sequence[Shape], candidates:
             _progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
         rows += found
     load.append(round(os.getloadavg()[0], 2))
-    return Report(
+    return CpuReport(
         title=title,
+        **header(command),
         baseline=rows[0].implementation,
-        command=" ".join(["python -m", *command]),
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        device=jax.devices()[0].device_kind,
         cpu=_cpu_name(),
         cores=os.cpu_count() or 0,
-        jax_version=jax.__version__,
-        python_version=platform.python_version(),
         load=tuple(load),
         rows=tuple(rows),
     )

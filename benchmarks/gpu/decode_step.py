@@ -12,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,21 +23,21 @@ from jax import lax
 from jaxtyping import Array
 
 import kvq_jax as kvq
+from benchmarks import llama_8b
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.device_timing import Timing, sampled_ms, uniform
 from benchmarks.gpu.kernels import measure_bandwidth, progress, summary
 from benchmarks.gpu.random_bodies import random_body
-from benchmarks.gpu.rows import KernelRow, TimingReport, is_fatal, one_line
+from benchmarks.gpu.rows import GpuReport, KernelRow, is_fatal, one_line
+from benchmarks.report_file import arguments
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.layer.plan import LayerState
 from kvq_models import Llama, LlamaConfig
 from kvq_models.inference import decoding
-from kvq_models.llama.config import RopeConfig
 from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
 from pallas_kernels.tiles.tile import SPAN
 
-MODEL = "Llama-3.1-8B"
 CACHES = ("dense", "innerq:bits=2", "kivi:bits=4", "kivi:bits=2")
 IMPLEMENTATIONS = ("jnp", "asm", "xla", "default")
 POINTS = ((32768, 16), (4096, 16), (32768, 1), (4096, 1))  # tokens, batch
@@ -49,20 +48,6 @@ LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
     """Kernels in both arithmetics, of which `decode_step` takes one by default, where they show most; elsewhere those in assembly."""
     return ("jnp", "asm", "xla") if (tokens, batch) == POINTS[0] else ("asm", "xla")
-
-
-def llama_config(layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rope=RopeConfig(theta=500000.0),
-    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -178,7 +163,7 @@ def run(
     caches: Sequence[str],
     names: Sequence[str] | None,
     llama: Llama,
-    report: TimingReport,
+    report: GpuReport,
     path: str | os.PathLike[str],
     timing: Timing,
     *,
@@ -195,7 +180,7 @@ def run(
         shape = Shape(batch, tokens, config.head_dim, config.num_key_value_heads, group)
         capacity = -(-(tokens + STEPS * (timing.samples + WARM_UPS)) // SPAN) * SPAN  # kernels read whole spans
         chosen = usual_implementations(tokens, batch) if names is None else names
-        wanted = [KernelRow("step", MODEL, shape, spec, name, spec == "dense") for spec in caches for name in chosen]
+        wanted = [KernelRow("step", llama_8b.NAME, shape, spec, name, spec == "dense") for spec in caches for name in chosen]
         wanted.sort(key=lambda row: row.arithmetic == "xla")  # the slow ones last
         progress(f"batch {batch}, {tokens} tokens: compiling {len(wanted)} programs")
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -205,9 +190,7 @@ def run(
     report.write(path)
 
 
-def time_all(
-    programs: list[Program], llama: Llama, capacity: int, samples: int, report: TimingReport, path: str | os.PathLike[str]
-) -> None:
+def time_all(programs: list[Program], llama: Llama, capacity: int, samples: int, report: GpuReport, path: str | os.PathLike[str]) -> None:
     """Adds a row for each program, saved at once. Errors are against XLA's logits, and come when those are known."""
     logits: dict[tuple[str, str], np.ndarray] = {}
     first = len(report.rows)
@@ -258,14 +241,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         parser.exit(2, f"a model of this size needs a GPU, this process runs on {jax.default_backend()}\n")
-    report = TimingReport.here(
-        f"Decode steps of a model like {MODEL}, {args.layers} layers",
-        ("benchmarks.gpu.decode_step", *(sys.argv[1:] if argv is None else argv)),
+    report = GpuReport.here(
+        f"Decode steps of a model like {llama_8b.NAME}, {args.layers} layers",
+        ("benchmarks.gpu.decode_step", *arguments(argv)),
     )
     timing = Timing(samples=5)
     measure_bandwidth(report, timing)
     points = [(tokens, batch) for batch in sorted(args.batch, reverse=True) for tokens in sorted(args.tokens, reverse=True)]
-    llama = random_llama(llama_config(args.layers))
+    llama = random_llama(llama_8b.llama_config(args.layers))
     run(points, args.cache, args.implementation or None, llama, report, args.json, timing, seconds=args.seconds, threads=args.threads)
 
 

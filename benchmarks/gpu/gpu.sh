@@ -9,7 +9,7 @@
 # Afterwards, anywhere: python -m benchmarks.results_page; python -m benchmarks.gpu.plots
 # PYTHON picks the interpreter, NAME the ending of the files' names, TOTAL the seconds in all.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 folder=${1:-benchmarks/results}
 PYTHON=${PYTHON:-python3}
@@ -18,7 +18,7 @@ NAME=${NAME:-$( (nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null |
 mkdir -p "$folder"
 log=$folder/gpu_$NAME.log
 : >"$log"
-export JAX_PLATFORMS=cuda PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export JAX_PLATFORMS=cuda PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:$PWD/models${PYTHONPATH:+:$PYTHONPATH}
 failures=()
 
 # stage TITLE SECONDS COMMAND...: runs a command for at most so long; its exit status

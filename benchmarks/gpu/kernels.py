@@ -23,9 +23,10 @@ from benchmarks.gpu import kvquant_candidates, paper_tables, polarquant_candidat
 from benchmarks.gpu.candidates import MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
 from benchmarks.gpu.device_timing import SHORT, Timing, bandwidth_samples
 from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
-from benchmarks.gpu.rows import KernelRow, TimingReport, one_line
+from benchmarks.gpu.rows import GpuReport, KernelRow, one_line
 from benchmarks.gpu.run import FatalError, run_case
 from benchmarks.markdown import table
+from benchmarks.report_file import arguments
 from pallas_kernels.launch import Launch
 
 SECTIONS = ("attention", "products", "quantize", "kvquant", "polarquant")
@@ -115,7 +116,7 @@ def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
 
 def run(
     cases: Sequence[Case],
-    report: TimingReport,
+    report: GpuReport,
     path: str | os.PathLike[str],
     timing: Timing,
     *,
@@ -132,7 +133,7 @@ def run(
     start = time.monotonic()
     crashed = note_crash(report)
     measure_bandwidth(report, timing)
-    report.skipped = []
+    report.skipped.clear()
     for i, case in enumerate(cases):
         if time.monotonic() - start > seconds:
             report.skipped.append(case.name)
@@ -152,17 +153,18 @@ def run(
     save()
 
 
-def note_crash(report: TimingReport) -> set[tuple[str, str, Shape, str]]:
+def note_crash(report: GpuReport) -> set[tuple[str, str, Shape, str]]:
     """Where an earlier process ended without a word: the one candidate that ran gets a row that says so; of several that were being
     compiled, the keys are returned, to be tried one by one."""
-    running, report.running = report.running, []
+    running = list(report.running)
+    report.running.clear()
     if len(running) == 1:
         report.rows.append(dataclasses.replace(running[0], failure="the process ended while this was compiled or timed"))
         return set()
     return {row.key for row in running}
 
 
-def measure_bandwidth(report: TimingReport, timing: Timing) -> None:
+def measure_bandwidth(report: GpuReport, timing: Timing) -> None:
     """The yardstick: bytes a second of a large copy, and of reading alone."""
     if report.median_rate("copy"):
         return
@@ -177,7 +179,7 @@ def measure_bandwidth(report: TimingReport, timing: Timing) -> None:
         progress(f"{name}: {report.rows[-1].rate / 1e12:.2f} TB/s")
 
 
-def summary(report: TimingReport, row: KernelRow) -> str:
+def summary(report: GpuReport, row: KernelRow) -> str:
     """A row as a line of progress."""
     if not row.samples_ms:
         return f"{row.name:50s} {row.failure}"
@@ -225,9 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = chosen_cases(args.shapes or (["Llama-3.2-1B:512:1"] if args.quick else []), args.sections)
         if jax.default_backend() != "gpu" and not args.interpret:
             raise ValueError(f"kernels need a GPU, this process runs on {jax.default_backend()}; --interpret runs them anyway")
-        report = TimingReport.here("GPU kernels", ("benchmarks.gpu.kernels", *(sys.argv[1:] if argv is None else argv)))
+        report = GpuReport.here("GPU kernels", ("benchmarks.gpu.kernels", *arguments(argv)))
         if args.resume and pathlib.Path(args.json).exists():
-            report = report.resumed(TimingReport.read(args.json))
+            report = report.resumed(GpuReport.read(args.json))
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     hows = [Launch(interpret=True)] if args.interpret else [Launch(arithmetic) for arithmetic in args.arithmetic]
@@ -237,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except FatalError as error:
         parser.exit(RESTART, f"the GPU failed: {error}; go on with --resume\n")
     except KeyboardInterrupt:
-        report.running = []
+        report.running.clear()
         report.write(args.json)
         parser.exit(130, f"interrupted; {args.json} holds {len(report.rows)} rows\n")
     failures = sum(bool(row.failure) for row in report.rows)

@@ -23,7 +23,7 @@ from benchmarks.gpu.polarquant_candidates import KIVI, KVQUANT
 from benchmarks.gpu.polarquant_candidates import MODEL as POLAR_MODEL
 from benchmarks.gpu.polarquant_candidates import SECTION as POLAR_SECTION
 from benchmarks.gpu.polarquant_candidates import SPEC as POLAR_SPEC
-from benchmarks.gpu.rows import KernelRow, TimingReport
+from benchmarks.gpu.rows import GpuReport, KernelRow
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TABLE_3 = {  # model: (torch.matmul, inner), one entry for each length
@@ -90,7 +90,7 @@ class Table(NamedTuple):
     lines: list[tuple[str, ...]]
 
 
-def tables(report: TimingReport) -> list[Table]:
+def tables(report: GpuReport) -> list[Table]:
     """Those for which there are rows."""
     found = []
     if any(row.section in PRODUCTS for row in report.rows):
@@ -109,7 +109,7 @@ def tables(report: TimingReport) -> list[Table]:
     return found
 
 
-def _product_table(report: TimingReport, title: str, paper: dict, other: str, names: tuple[str, str]) -> Table:
+def _product_table(report: GpuReport, title: str, paper: dict, other: str, names: tuple[str, str]) -> Table:
     lines = []
     for model in PAPER_MODELS:
         theirs, inner = (dict(zip(map(int, LENGTHS), times, strict=True)) for times in paper[model])
@@ -135,7 +135,7 @@ def _block(model: str, where: str, name: str, other: Times, inner: Times) -> lis
     ]
 
 
-def _quantize_table(report: TimingReport) -> Table:
+def _quantize_table(report: GpuReport) -> Table:
     """Figure 4's question: does hybrid quantization take longer than symmetric?"""
     lines = []
     for model in PAPER_MODELS:
@@ -157,7 +157,7 @@ def _quantize_table(report: TimingReport) -> Table:
     return Table("InnerQ's Figure 4: quantizing and packing bf16 rows", note, header, _filled(lines))
 
 
-def _kvquant_table(report: TimingReport) -> Table:
+def _kvquant_table(report: GpuReport) -> Table:
     lines = []
     for (side, section), name in zip(KVQUANT_SECTIONS.items(), ("Key", "Value"), strict=True):
         ours = {part: _times(_rows(report, section, KVQUANT_MODEL, part)) for part in PARTS}
@@ -176,7 +176,7 @@ def _kvquant_table(report: TimingReport) -> Table:
     return Table("KVQuant's Table 22: reading nuq4-1% keys and values", note, ("side", "l", "where", *TABLE_22_HEADER), lines)
 
 
-def _polarquant_table(report: TimingReport) -> Table:
+def _polarquant_table(report: GpuReport) -> Table:
     lines = [(name, "paper, A800", *(f"{time:.2f}" for time in times)) for name, times in POLAR_TABLE_4.items()]
     for candidate in (POLAR_EXACT, KIVI, KVQUANT, POLAR_SPEC):
         ours = _times(_rows(report, POLAR_SECTION, POLAR_MODEL, candidate))
@@ -195,12 +195,12 @@ def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [line for line in lines if any(line[3:])]
 
 
-def _largest_error(report: TimingReport, *sections: str) -> str:
+def _largest_error(report: GpuReport, *sections: str) -> str:
     errors = [row.error for row in report.rows if row.section in sections and row.error is not None]
     return f"Largest relative error of the rows here: {max(errors):.1e}." if errors else "Errors of the rows here: not measured."
 
 
-def _rows(report: TimingReport, section: str, model: str, candidate: str) -> list[KernelRow]:
+def _rows(report: GpuReport, section: str, model: str, candidate: str) -> list[KernelRow]:
     """Those of one arithmetic: assembly's where there are any."""
     found = [row for row in report.rows if (row.section, row.model, row.candidate) == (section, model, candidate)]
     return [row for row in found if row.arithmetic == "asm"] or found

@@ -7,13 +7,13 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu.rows import KernelRow, TimingReport
+from benchmarks.gpu.rows import GpuReport, KernelRow
 from benchmarks.results_page import RESULTS
 
 Lines = dict[str, list[tuple[int, float]]]  # (tokens, value) by candidate
 
 
-def draw(report: TimingReport, model: str) -> Any:
+def draw(report: GpuReport, model: str) -> Any:
     """A figure: batches above each other, times left, shares right."""
     import matplotlib
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not files:
         parser.exit(2, f"no kernels_*.json in {args.folder}: run benchmarks/gpu/gpu.sh on a machine with a GPU first\n")
     for file in files:
-        report = TimingReport.read(file)
+        report = GpuReport.read(file)
         for model in dict.fromkeys(row.model for row in report.rows if row.section == "attention" and row.samples_ms):
             figure = draw(report, model)
             for ending in ("png", "svg"):

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
-import os
-import pathlib
-import platform
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks.cpu.timing import Shape
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+from benchmarks.report_file import DERIVED, Report, header, now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,34 +66,22 @@ class KernelRow:
     def key(self) -> tuple[str, str, Shape, str]:
         return *self.place, self.candidate
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> KernelRow:
-        known = {name: value for name, value in fields.items() if name != "derived"}
-        return cls(**(known | {"shape": Shape(**fields["shape"]), "samples_ms": tuple(fields["samples_ms"])}))
 
-
-@dataclasses.dataclass
-class TimingReport:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuReport(Report):
     """Rows so far. skipped: cases for which no time was left. running: empty rows of what is being compiled or timed now, so that a file
-    which a crash left behind names its cause."""
+    which a crash left behind names its cause. The lists grow while it is measured."""
 
-    title: str
-    command: str
-    date: str
-    device: str
-    jax_version: str
-    python_version: str
     rows: list[KernelRow] = dataclasses.field(default_factory=list)
     skipped: list[str] = dataclasses.field(default_factory=list)
     running: list[KernelRow] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def here(cls, title: str, command: Sequence[str]) -> TimingReport:
-        """An empty report of this process's first device."""
-        device = jax.devices()[0].device_kind
-        return cls(title, " ".join(["python -m", *command]), now(), device, jax.__version__, platform.python_version())
+    def here(cls, title: str, command: Sequence[str]) -> GpuReport:
+        """Return an empty report of this process's first device."""
+        return cls(title=title, **header(command))
 
-    def resumed(self, earlier: TimingReport) -> TimingReport:
+    def resumed(self, earlier: GpuReport) -> GpuReport:
         """The earlier report, to go on with here. ValueError where it was begun on another device or version."""
         for name in ("title", "device", "jax_version"):
             if getattr(self, name) != getattr(earlier, name):
@@ -129,13 +108,8 @@ class TimingReport:
         best = self.best_bf16(row)
         return row.median_ms / best.median_ms if best and row.samples_ms else None
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        fields = dataclasses.asdict(self) | {name: [self._row_json(row) for row in getattr(self, name)] for name in ("rows", "running")}
-        target = pathlib.Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_suffix(".part")  # so that the file is whole whenever the process ends
-        unfinished.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(target)
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {name: [self._row_json(row) for row in getattr(self, name)] for name in ("rows", "running")}
 
     def _row_json(self, row: KernelRow) -> dict[str, Any]:
         derived = {
@@ -144,12 +118,7 @@ class TimingReport:
             "share_of_copy_bandwidth": self.share(row),
             "time_over_best_bf16": self.ratio(row),
         }
-        return dataclasses.asdict(row) | {"derived": derived}
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> TimingReport:
-        fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        return cls(**(fields | {name: [KernelRow.from_json(row) for row in fields[name]] for name in ("rows", "running")}))
+        return dataclasses.asdict(row) | {DERIVED: derived}
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.candidates import Planned, Task
 from benchmarks.gpu.device_timing import Timing, sampled_ms, timing_loop
-from benchmarks.gpu.rows import KernelRow, TimingReport, is_fatal, one_line
+from benchmarks.gpu.rows import GpuReport, KernelRow, is_fatal, one_line
 
 MEMORY_LIMIT = 100 << 30  # bytes of a candidate's copies and temporaries
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -68,13 +68,13 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
 
 
 def run_case(
-    model: str, shape: Shape, tasks: Sequence[Planned], report: TimingReport, save: Callable[[], None], timing: Timing, threads: int
+    model: str, shape: Shape, tasks: Sequence[Planned], report: GpuReport, save: Callable[[], None], timing: Timing, threads: int
 ) -> None:
     """Adds rows for each candidate to the report, and saves it. FatalError where only a new process can go on."""
     blanks = [KernelRow(task.section, model, shape, task.candidate) for task in tasks]
 
     def running(*rows: KernelRow) -> None:
-        report.running = list(rows)
+        report.running[:] = rows
         save()
 
     found: list[Compiled | str] = []
@@ -88,7 +88,7 @@ def run_case(
         if found:
             found[i] = ""  # its programs go when it is done
         rows = [dataclasses.replace(blank, failure=item)] if isinstance(item, str) else timed_rows(item, blank, timing)
-        report.rows += rows
+        report.rows.extend(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
             running()
             raise FatalError(fatal[0])

@@ -17,6 +17,7 @@ from benchmarks.machine_code.report import HEADER, Instructions, KernelReport
 from benchmarks.machine_code.target import TARGETS
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import table
+from benchmarks.report_file import arguments
 
 WATCHED = (*CASES, *OTHER_CASES)
 
@@ -24,9 +25,9 @@ WATCHED = (*CASES, *OTHER_CASES)
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table; ends with status 1 where a case breaks its limits, 2 where nothing can be compiled."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.machine_code.__main__",
+        prog="python -m benchmarks.machine_code",
         description=(__doc__ or "").partition("\n")[0],
-        epilog="example: python -m benchmarks.machine_code.__main__ --json benchmarks/results/instructions.json",
+        epilog="example: python -m benchmarks.machine_code --json benchmarks/results/instructions.json",
     )
     parser.add_argument("--json", metavar="FILE", help="write the counts here")
     parser.add_argument("--case", metavar="REGEX", default="", help="only cases whose name has a match of this")
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         failures += case.failures(rows[-1])
         print(f"    {rows[-1].instructions_per_element:.2f} per element, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     if args.json:
-        Instructions.of(rows, ("benchmarks.machine_code.__main__", *(sys.argv[1:] if argv is None else argv))).write(args.json)
+        Instructions.of(rows, ("benchmarks.machine_code", *arguments(argv))).write(args.json)
     print(table(HEADER, (row.line() for row in rows)))
     if failures:
         parser.exit(1, "\n".join(["limits broken:", *failures, ""]))

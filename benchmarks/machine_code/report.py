@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import jax
 
 from benchmarks.machine_code.compile import Kernel
 from benchmarks.machine_code.sass import Function, Loop, assemble, main_loop
 from benchmarks.machine_code.target import TARGETS, Target
 from benchmarks.machine_code.tools import tool_version
+from benchmarks.markdown import head, table
+from benchmarks.report_file import DERIVED, Report, header
 
-DERIVED = ("instructions_per_element", "alu_per_element", "mma_columns", "budget", "share")
+DERIVED_NUMBERS = ("instructions_per_element", "alu_per_element", "mma_columns", "budget", "share")
 HEADER = (
     *("kernel", "target", "bits", "instr/el", "ALU", "mma", "lds", "ldg", "shfl", "budget", "share of limit"),
     *("plain loads", "registers", "spill B (in loop)", "shared KB", "warps/SM"),
@@ -102,11 +99,7 @@ class KernelReport:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and under "derived" what follows from them, for readers of the file."""
-        return dataclasses.asdict(self) | {"derived": {name: round(getattr(self, name), 4) for name in DERIVED}}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> KernelReport:
-        return cls(**{name: value for name, value in fields.items() if name != "derived"})
+        return dataclasses.asdict(self) | {DERIVED: {name: round(getattr(self, name), 4) for name in DERIVED_NUMBERS}}
 
 
 def measure(
@@ -141,27 +134,26 @@ def measure(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Instructions:
-    """Reports, and what made them: the counts move with the versions."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instructions(Report):
+    """Kernels, and what counted them: the counts move with the versions."""
 
-    command: str
-    date: str
-    jax_version: str
+    title: str = "Instructions of the GPU kernels"
     ptxas_version: str
     rows: tuple[KernelReport, ...]
 
     @classmethod
     def of(cls, rows: Iterable[KernelReport], command: Sequence[str]) -> Instructions:
-        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return cls(" ".join(["python -m", *command]), date, jax.__version__, tool_version("ptxas"), tuple(rows))
+        return cls(**header(command), ptxas_version=tool_version("ptxas"), rows=tuple(rows))
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        fields = dataclasses.asdict(self) | {"rows": [row.to_json() for row in self.rows]}
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"rows": [row.to_json() for row in self.rows]}
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Instructions:
-        fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        return cls(**(fields | {"rows": tuple(map(KernelReport.from_json, fields["rows"]))}))
+
+def page(report: Instructions, file: pathlib.Path) -> str:
+    """Render the costs of the kernels' main loops, by target."""
+    said = (
+        f"ptxas {report.ptxas_version}. Counted in the machine code of each kernel's main loop, compiled without a GPU: what the "
+        "instructions allow, not how fast a kernel runs. Per element is per cached element, K or V."
+    )
+    return "\n\n".join([*head(report, file, said), table(HEADER, (row.line() for row in report.rows))])

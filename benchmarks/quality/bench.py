@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
 import pathlib
 import sys
 import tempfile
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -18,6 +16,7 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Entry, Suite
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
+from benchmarks.report_file import header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_models import EMBEDDED, Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -104,17 +103,17 @@ def run(suite: Suite, options: argparse.Namespace) -> QualityReport:
                     _print_row(rows[-1])
         return QualityReport(
             title=suite.title,
-            command=_command(options),
-            date=datetime.date.today().isoformat(),
+            **header(_command(options)),
             model=f"{bench.name}, float32",
-            jax_version=jax.__version__,
             window=options.window,
             prompt=options.prompt,
             samples=options.samples,
             sample_length=options.length,
             heads={c.title: c.heads for c in chosen},
             rows=tuple(rows),
-            **{name: text for name, (text, _) in bench.texts.items()},
+            text=bench.texts["text"][0],
+            calibration_text=bench.texts["calibration_text"][0],
+            other_calibration_text=bench.texts["other_calibration_text"][0],
         )
 
 
@@ -128,9 +127,9 @@ def _heads(llama: Llama) -> str:
     return f"{config.num_hidden_layers} layers, {config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads"
 
 
-def _command(options: argparse.Namespace) -> str:
-    """The command line, with files by their names."""
+def _command(options: argparse.Namespace) -> list[str]:
+    """Return the words of the command line, files by their names."""
     texts = (f"--{name.replace('_', '-')} {getattr(options, name).name}" for name in ("text", "calibration_text", "other_calibration_text"))
     sizes = (f"--{name} {getattr(options, name)}" for name in ("windows", "window", "prompt", "samples", "length"))
     model = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
-    return " ".join(["python -m benchmarks.quality", options.suite, *model, *texts, *sizes, f"--json {options.json.name}"])
+    return ["benchmarks.quality", options.suite, *model, *texts, *sizes, f"--json {options.json.name}"]

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
-import json
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 import kvq_jax as kvq
+from benchmarks.markdown import head, table
+from benchmarks.report_file import Report, header
 from kvq_models import EMBEDDED, Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
@@ -55,6 +53,17 @@ CACHES = {  # what shares a scale among keys, and the cache
     "polarquant 4 + 4": ("32 tokens of a pair", f"polarquant:group_size=32,{WINDOWS}"),
     "xquant 4": ("latents, without the bias", f"xquant:group_size=32,{WINDOWS}"),
 }
+HEADER = (
+    "cache",
+    "spec",
+    "what shares a scale",
+    "KL, unread: no bias",
+    "bias",
+    "subtracted",
+    "KL, read: no bias",
+    "bias",
+    "subtracted",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +87,11 @@ class BiasRow:
     slow: Variant
 
 
-@dataclasses.dataclass(frozen=True)
-class BiasReport:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BiasReport(Report):
     """Rows and what they were measured on. Tokens of a window's prompt are prefilled and not scored."""
 
-    title: str
-    command: str
-    date: str
     model: str
-    jax_version: str
     text: str
     calibration_text: str
     text_sha256: str
@@ -97,20 +102,6 @@ class BiasReport:
     seed: int
     perplexities: dict[str, float]  # of the exact models
     rows: tuple[BiasRow, ...]
-
-    def write(self, file: pathlib.Path) -> None:
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, file: pathlib.Path) -> BiasReport:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-
-        def variant(found: dict[str, Any]) -> Variant:
-            given: dict[str, Any] = {name: quality and Quality(**quality) for name, quality in found.items()}
-            return Variant(**given)
-
-        rows = ({**row, "wide": variant(row["wide"]), "slow": variant(row["slow"])} for row in fields.pop("rows"))
-        return cls(**fields, rows=tuple(BiasRow(**row) for row in rows))
 
 
 def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Array, "B T"]:
@@ -199,10 +190,8 @@ def run(options: argparse.Namespace) -> BiasReport:
             print(f"{label:26s} {name}: KL {', '.join(kls)}", file=sys.stderr, flush=True)
     return BiasReport(
         title="Key biases, and caches without them",
-        command=_command(options),
-        date=datetime.date.today().isoformat(),
+        **header(_command(options)),
         model="the embedded Llama" if options.model == EMBEDDED else options.model.name,
-        jax_version=jax.__version__,
         text=options.text.name,
         calibration_text=options.calibration_text.name,
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
@@ -216,13 +205,39 @@ def run(options: argparse.Namespace) -> BiasReport:
     )
 
 
-def _command(options: argparse.Namespace) -> str:
-    """The command line, with files by their names."""
+def _command(options: argparse.Namespace) -> list[str]:
+    """Return the words of the command line, files by their names."""
     files = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
     files += [] if options.text == PASSAGE else [f"--text {options.text.name}"]
     files += [] if options.calibration_text == PASSAGE else [f"--calibration-text {options.calibration_text.name}"]
     sizes = (f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("key_bias", "windows", "window", "prompt", "seed"))
-    return " ".join(["python -m benchmarks.quality.key_bias", *files, *sizes, f"--json {options.json.name}"])
+    return ["benchmarks.quality.key_bias", *files, *sizes, f"--json {options.json.name}"]
+
+
+def page(report: BiasReport, file: pathlib.Path) -> str:
+    """Render what a key bias does to caches, and what is left of that when it is subtracted: two variants of the model, side by side."""
+    exact = {variant: f"{perplexity:.3f}" for variant, perplexity in report.perplexities.items()}
+    said = (
+        f"Model: {report.model}, float32; {report.windows} windows of {report.window} tokens of {report.text}, the first {report.prompt} "
+        "of each a prompt and not scored. KL is from the exact outputs of the same model. KVQuant is calibrated on "
+        f"{report.calibration_text}."
+    )
+    return "\n\n".join(
+        (
+            *head(report, file, said),
+            f"Unread: `kvq stress --key-bias {report.key_bias:g}`, heads of twice the width with constants that no query reads; "
+            f"exact perplexity {exact['plain']} without them and {exact['wide']} with them. Read: {report.key_bias:g} in the slowest RoPE "
+            f"pairs of every head, which queries read; exact perplexity {exact['slow']}. Refused: the cache holds no keys, and adds their "
+            "bias when it rebuilds them. SQuat's two numbers without a bias differ because its lam weighs squares of queries, which heads "
+            "of twice the width double.",
+            table(HEADER, map(_bias_line, report.rows)),
+        )
+    )
+
+
+def _bias_line(row: BiasRow) -> tuple[str, ...]:
+    found = (kl for v in (row.wide, row.slow) for kl in (v.plain, v.biased, v.subtracted))
+    return row.label, f"`{row.cache}`", row.shares, *("refused" if quality is None else f"{quality.kl:.5f}" for quality in found)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

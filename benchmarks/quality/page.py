@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable
 
-from benchmarks.markdown import table
+from benchmarks.markdown import head, table
 from benchmarks.quality.comparison import PLAIN, VARIANTS
 from benchmarks.quality.report import QualityReport, QualityRow
 
@@ -13,21 +13,21 @@ LISTED = ("spec", "stored bits", "the paper's count", "perplexity", "KL to exact
 SIZES = ("spec", "stored bits", "cache KiB")
 
 
-def quality_section(report: QualityReport, file: pathlib.Path) -> str:
-    """Where and when, then every table. A picture of the same name is shown where there is one."""
-    parts = [f"## {report.title}", _head(report, file.name)]
+def page(report: QualityReport, file: pathlib.Path) -> str:
+    """Render the page of a suite. A picture of the same name is shown where there is one."""
+    parts = head(report, file, *_said(report))
     picture = file.with_suffix(".png")
     if picture.exists():
         parts.append(f"![{report.title}]({picture.name})")
     for title in report.heads:
-        parts += [f"### {title}", *_tables(report, title)]
+        parts += [f"## {title}", *_tables(report, title)]
     return "\n\n".join(parts)
 
 
-def _head(report: QualityReport, name: str) -> str:
+def _said(report: QualityReport) -> list[str]:
     said = [
-        f"`{report.command}` on {report.date}; JAX {report.jax_version}. Model: {report.model}. Windows of {report.window} tokens of "
-        f"{report.text.name} are scored through the cache, {report.rows[0].tokens} tokens in all."
+        f"Model: {report.model}. Windows of {report.window} tokens of {report.text.name} are scored "
+        f"through the cache, {report.rows[0].tokens} tokens in all."
     ]
     if report.prompt:
         said.append(f"The first {report.prompt} tokens of a window are a prompt and not scored.")
@@ -45,7 +45,7 @@ def _head(report: QualityReport, name: str) -> str:
             f"Calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}; the other text is "
             f"{report.other_calibration_text.name}. With a KV width of 128, 1 % of outliers is 2 values of a token, 1.56 %."
         )
-    return " ".join([*said, f"Raw numbers: [{name}]({name})."])
+    return said
 
 
 def _stresses() -> dict[str, str]:

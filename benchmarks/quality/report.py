@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import pathlib
-from typing import Any
 
 from benchmarks.quality.comparison import PLAIN
+from benchmarks.report_file import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +49,11 @@ class Text:
     tokens: int
 
 
-@dataclasses.dataclass(frozen=True)
-class QualityReport:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualityReport(Report):
     """Rows and what they were measured on. heads name the cells of each table's lines."""
 
-    title: str
-    command: str
-    date: str
     model: str
-    jax_version: str
     window: int
     prompt: int
     samples: int
@@ -75,14 +69,3 @@ class QualityReport:
 
     def variants(self, table: str) -> list[str]:
         return list(dict.fromkeys(row.variant for row in self.of(table))) or [PLAIN]
-
-    def write(self, file: pathlib.Path) -> None:
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, file: pathlib.Path) -> QualityReport:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        texts = {name: Text(**fields[name]) for name in ("text", "calibration_text", "other_calibration_text")}
-        rows = tuple(QualityRow(**{**row, "cells": tuple(row["cells"])}) for row in fields["rows"])
-        heads = {table: tuple(found) for table, found in fields["heads"].items()}
-        return cls(**{**fields, **texts, "heads": heads, "rows": rows})

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,6 +27,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
+from benchmarks.quality.squat_subspace_report import LAMS, SCORE_RANKS, Deviation, Prediction, ScoreError, SubspaceReport, draw
+from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
 from kvq_models import EMBEDDED, Llama, Sampling, generate, load_llama, prefill, score
 from kvq_models.llama.model import causal_attention
@@ -36,8 +36,6 @@ from kvq_models.llama.rope import rope_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANKS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
-SCORE_RANKS = (1, 5, 20, 64)
-LAMS = (1e-5, 1e-4, 1e-3, 1e-2)
 AHEAD = "block_channels=8,ahead=256"  # as far as the default response goes
 CACHES = (  # in what they predict
     "dense",
@@ -51,76 +49,6 @@ CACHES = (  # in what they predict
     "squat_pre",
     "squat_pre:rank=64,block_channels=8",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Deviation:
-    """source: whose queries span the subspace. rope: queries after RoPE. values: one for each rank of the report."""
-
-    source: str
-    rope: bool
-    layer: int
-    values: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoreError:
-    """setting: which keys are coded and which queries they meet. rank and lam are None for KIVI."""
-
-    setting: str
-    rank: int | None
-    lam: float | None
-    layer: int
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """nats: mean -log p of the tokens after a prompt, read from a cache without exact windows."""
-
-    cache: str
-    tokens: int
-    nats: float
-
-
-@dataclasses.dataclass(frozen=True)
-class SubspaceReport:
-    """What was measured, and on what. ranks: of the deviations."""
-
-    title: str
-    command: str
-    date: str
-    model: str
-    jax_version: str
-    text: str
-    other_text: str
-    prompt_tokens: int
-    response_tokens: int
-    ranks: tuple[int, ...]
-    deviations: tuple[Deviation, ...]
-    errors: tuple[ScoreError, ...]
-    predictions: tuple[Prediction, ...]
-
-    def write(self, file: pathlib.Path) -> None:
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, file: pathlib.Path) -> SubspaceReport:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        fields["deviations"] = tuple(Deviation(**{**row, "values": tuple(row["values"])}) for row in fields["deviations"])
-        fields["errors"] = tuple(ScoreError(**row) for row in fields["errors"])
-        fields["predictions"] = tuple(Prediction(**row) for row in fields["predictions"])
-        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
-
-    def deviation(self, source: str, rope: bool) -> Float[np.ndarray, " ranks"]:
-        """Mean over the layers."""
-        return np.mean([row.values for row in self.deviations if (row.source, row.rope) == (source, rope)], axis=0)
-
-    def ratio(self, setting: str, rank: int, lam: float) -> float:
-        """SQuat's error over KIVI's, the geometric mean over the layers."""
-        found = {(row.rank, row.lam, row.layer): row.error for row in self.errors if row.setting == setting}
-        layers = sorted({layer for *_, layer in found})
-        return float(np.exp(np.mean([np.log(found[rank, lam, layer] / found[None, None, layer]) for layer in layers])))
 
 
 def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerInputs]:
@@ -230,7 +158,7 @@ def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following
         yield Prediction(spec, count * (following - 1), round(-float(jnp.sum(logprobs)) / (count * (following - 1)), 5))
 
 
-def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, command: str) -> SubspaceReport:
+def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, command: Sequence[str]) -> SubspaceReport:
     """ValueError where a text is too short."""
     llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
     ids, other_ids = (np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32) for f in (text, other))
@@ -254,10 +182,8 @@ def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, com
         found_errors += layer_errors(inputs, prompt, i)
     return SubspaceReport(
         title="The subspace of SQuat",
-        command=command,
-        date=datetime.date.today().isoformat(),
+        **header(command),
         model="the embedded Llama, float32",
-        jax_version=jax.__version__,
         text=text.name,
         other_text=other.name,
         prompt_tokens=prompt,
@@ -269,35 +195,6 @@ def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, com
     )
 
 
-def draw(report: SubspaceReport) -> Any:
-    """A figure: deviations by rank on the left, errors relative to KIVI's by lam on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for i, source in enumerate(dict.fromkeys(row.source for row in report.deviations)):
-        for rope, style in ((False, "-"), (True, "--")):
-            label = f"{source}, {'after' if rope else 'before'} RoPE"
-            left.plot(report.ranks, report.deviation(source, rope), style, color=f"C{i}", marker="o", markersize=3, label=label)
-    left.set(xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1))
-    for i, setting in enumerate(("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")):
-        for rank, style in ((5, "-"), (64, "--")):
-            ratios = [report.ratio(setting, rank, lam) for lam in LAMS]
-            right.plot(LAMS, ratios, style, color=f"C{i}", marker="o", markersize=3, label=f"{setting}, rank {rank}")
-    right.axhline(1, color="grey", linewidth=0.8)
-    right.set(xscale="log", yscale="log", xlabel="lam", ylabel="error of q . k, relative to KIVI's")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="x-small")
-    figure.suptitle(
-        f"{report.model}: {report.prompt_tokens} tokens of {report.text}, then {report.response_tokens} of its own; mean of the layers"
-    )
-    figure.tight_layout()
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.squat_subspace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
@@ -306,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--response", type=int, default=256, help="tokens of the response (default: %(default)s)")
     args = parser.parse_args(argv)
-    command = f"python -m benchmarks.quality.squat_subspace --json {args.json.name} --prompt {args.prompt} --response {args.response}"
+    command = ["benchmarks.quality.squat_subspace", f"--json {args.json.name} --prompt {args.prompt} --response {args.response}"]
     try:
         report = run(args.text, args.other_text, args.prompt, args.response, command)
     except (ValueError, OSError) as error:

@@ -184,7 +184,13 @@ def test_a_report_computes_per_element_and_against_the_memory_limit():
 
 
 def test_reports_are_read_as_they_were_written(tmp_path: pathlib.Path):
-    written = Instructions("python -m benchmarks.machine_code.__main__", "2026-01-01 00:00 UTC", "0.10.2", "13.5.37", (REPORT,))
+    written = Instructions(
+        command="python -m benchmarks.machine_code",
+        date="2026-01-01 00:00 UTC",
+        jax_version="0.10.2",
+        ptxas_version="13.5.37",
+        rows=(REPORT,),
+    )
     written.write(tmp_path / "made" / "instructions.json")
     assert Instructions.read(tmp_path / "made" / "instructions.json") == written
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import pathlib
+import re
 
 import pytest
 
 from benchmarks import results_page
 from benchmarks.cpu import attention, decode_step
-from benchmarks.cpu.timing import Report
+from benchmarks.cpu.timing import CpuReport
 
 CACHES = ("kivi:bits=4", "innerq")
 
@@ -30,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ],
 )
 def test_a_report_has_a_row_for_each_implementation(results: pathlib.Path, name: str, implementations: tuple[str, ...]):
-    report = Report.read(results / f"{name}.json")
+    report = CpuReport.read(results / f"{name}.json")
     assert tuple(row.implementation for row in report.rows) == implementations
     assert report.baseline == implementations[0]
     assert report.rows[0].ratio == 1.0
@@ -44,16 +47,16 @@ def test_a_report_has_a_row_for_each_implementation(results: pathlib.Path, name:
 
 
 def test_reports_are_read_as_they_were_written(results: pathlib.Path, tmp_path: pathlib.Path):
-    report = Report.read(results / "attention.json")
+    report = CpuReport.read(results / "attention.json")
     report.write(tmp_path / "again.json")
-    assert Report.read(tmp_path / "again.json") == report
+    assert CpuReport.read(tmp_path / "again.json") == report
 
 
 def test_tables_hold_the_measured_numbers(results: pathlib.Path):
     results_page.main(["--folder", str(results)])
-    made = (results / "README.md").read_text(encoding="utf-8")
     for name in ("attention", "decode_step"):
-        for row in Report.read(results / f"{name}.json").rows:
+        made = (results / f"{name}.md").read_text(encoding="utf-8")
+        for row in CpuReport.read(results / f"{name}.json").rows:
             assert f"| 256 | {row.implementation} | {row.median_ms:.2f} | {row.best_ms:.2f} | {row.ratio:.2f} |" in made, row.implementation
 
 
@@ -64,8 +67,29 @@ def test_a_folder_without_results_is_refused(tmp_path: pathlib.Path, capsys: pyt
     assert "no results in" in capsys.readouterr().err
 
 
-def test_committed_tables_are_those_of_the_committed_results():
-    if not list(results_page.RESULTS.glob("*.json")):
-        pytest.skip("no results are committed")
-    committed = (results_page.RESULTS / "README.md").read_text(encoding="utf-8")
-    assert committed == results_page.render(results_page.RESULTS), "run `python -m benchmarks.results_page`"
+def test_committed_pages_are_those_of_the_committed_results():
+    committed = {file.name: file.read_text(encoding="utf-8") for file in results_page.RESULTS.glob("*.md")}
+    made = results_page.render(results_page.RESULTS)
+    assert set(committed) == set(made), "a page without its JSON, or a JSON without its page: run `python -m benchmarks.results_page`"
+    for name, text in made.items():
+        assert committed[name] == text, f"{name}: run `python -m benchmarks.results_page`"
+
+
+def test_the_index_names_every_page_with_its_command_and_numbers():
+    index, *_ = results_page.render(results_page.RESULTS).values()
+    for file in results_page.RESULTS.glob("*.json"):
+        command = json.loads(file.read_text(encoding="utf-8"))["command"]
+        assert f"]({file.stem}.md) |" in index
+        assert f"| `{command}` | [{file.name}]({file.name}) |" in index
+
+
+def test_the_commands_of_the_committed_results_exist():
+    for file in results_page.RESULTS.glob("*.json"):
+        module = json.loads(file.read_text(encoding="utf-8"))["command"].split()[2]
+        assert importlib.util.find_spec(module), f"{file.name}: {module}"
+
+
+def test_links_of_the_pages_lead_somewhere():
+    for name, text in results_page.render(results_page.RESULTS).items():
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            assert (results_page.RESULTS / target).exists(), f"{name}: {target}"

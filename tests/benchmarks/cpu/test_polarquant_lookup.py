@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cpu import polarquant_lookup
-from benchmarks.cpu.timing import Report
+from benchmarks.cpu.timing import CpuReport
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.polar_array import PolarFormat
 
@@ -20,7 +20,7 @@ def test_every_way_has_a_row_and_the_same_scores(tmp_path: pathlib.Path):
     file = tmp_path / "polarquant_lookup_cpu.json"
     small = ["--quick", "--head-dim", "32", "--kv-heads", "2", "--group", "1", "3", "--cache", "polarquant", "polarquant:grid=global"]
     polarquant_lookup.main([*small, "--json", str(file)])
-    report = Report.read(file)
+    report = CpuReport.read(file)
     assert [row.implementation for row in report.rows[:4]] == [f"polarquant, {way}" for way in polarquant_lookup.WAYS]
     assert len(report.rows) == 2 * 2 * len(polarquant_lookup.WAYS)
     assert all(row.error < 1e-5 for row in report.rows), [(row.implementation, row.error) for row in report.rows]

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu import decode_step
 from benchmarks.gpu.device_timing import Timing
-from benchmarks.gpu.rows import KernelRow, TimingReport
+from benchmarks.gpu.rows import GpuReport, KernelRow
 from kvq_models import LlamaConfig
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 
@@ -29,9 +29,9 @@ CACHES = ("dense", "kivi:bits=4")
 
 
 def rows_of(file: pathlib.Path, names: tuple[str, ...] | None) -> list[KernelRow]:
-    report = TimingReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
+    report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
     decode_step.run([(256, 2)], CACHES, names, decode_step.random_llama(TINY), report, file, TIMING)
-    return TimingReport.read(file).rows
+    return GpuReport.read(file).rows
 
 
 def test_kernels_are_timed_before_xla_and_compared_with_it(tmp_path: pathlib.Path):

@@ -30,7 +30,8 @@ from benchmarks.gpu.candidates import INEXACT_MERGE, MODELS, MORE_SPECS, SPECS, 
 from benchmarks.gpu.device_timing import Timing, timing_loop
 from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
 from benchmarks.gpu.kernels import Case
-from benchmarks.gpu.rows import KernelRow, TimingReport
+from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
+from benchmarks.gpu.rows import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
 from tests.benchmarks.gpu.test_decode_step import TINY
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -47,8 +48,8 @@ CASES = (
 )
 
 
-def empty() -> TimingReport:
-    return TimingReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
+def empty() -> GpuReport:
+    return GpuReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +67,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             specs=("dense", "kivi:bits=2", "kvquant:bits=3,outliers=0.02"),
             threads=2,
         )
-    report = TimingReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
+    report = GpuReport.here("Steps of a test", ("benchmarks.gpu.decode_step",))
     decode_step.run([(256, 2)], ("dense",), ("interpreted", "xla"), decode_step.random_llama(TINY), report, made / "step_cpu.json", TIMING)
     return made
 
 
 @pytest.fixture(scope="module")
-def report(folder: pathlib.Path) -> TimingReport:
-    return TimingReport.read(folder / "kernels_cpu.json")
+def report(folder: pathlib.Path) -> GpuReport:
+    return GpuReport.read(folder / "kernels_cpu.json")
 
 
-def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_not(report: TimingReport):
+def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_not(report: GpuReport):
     expected = {("bandwidth", "copy"), ("bandwidth", "read")}
     expected |= {("attention", task.candidate) for task in attention_tasks(CASES[0].shape, INTERPRETED, ("dense", "kivi:bits=2"))}
     expected |= {(task.section, task.candidate) for task in product_tasks(CASES[1].shape, INTERPRETED)}
@@ -103,7 +104,7 @@ def test_every_candidate_has_a_row_with_a_time_and_an_error_or_the_reason_why_no
             assert report.share(row) is not None, row
 
 
-def test_ratios_are_to_the_fastest_exact_candidate_of_the_shape(report: TimingReport):
+def test_ratios_are_to_the_fastest_exact_candidate_of_the_shape(report: GpuReport):
     found = {row.candidate: row for row in report.rows if row.section == "attention" and row.samples_ms}
     fastest = min(found["XLA bf16"].median_ms, found["dense"].median_ms)
     assert report.ratio(found["kivi:bits=2"]) == pytest.approx(found["kivi:bits=2"].median_ms / fastest)
@@ -124,13 +125,14 @@ def test_the_reference_rejects_another_sequence_of_heads():
 
 def test_reports_are_read_as_they_were_written(folder: pathlib.Path, tmp_path: pathlib.Path):
     for name in ("kernels_cpu", "step_cpu"):
-        report = TimingReport.read(folder / f"{name}.json")
+        report = GpuReport.read(folder / f"{name}.json")
         report.write(tmp_path / "again.json")
-        assert TimingReport.read(tmp_path / "again.json") == report
+        assert GpuReport.read(tmp_path / "again.json") == report
 
 
-def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, report: TimingReport):
-    page = results_page.render(folder)
+def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, report: GpuReport):
+    pages = results_page.render(folder)
+    page = pages["kernels_cpu.md"]
     for row in report.rows:
         if row.section == "attention" and row.samples_ms:
             assert f"| {row.name} | {1e3 * row.median_ms:.1f} |" in page, row
@@ -145,13 +147,13 @@ def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, r
     for row in report.rows:
         if row.section == polarquant_candidates.SECTION:
             assert f"| {row.candidate} | here, {report.device} | {1e3 * row.median_ms:.2f} |" in page, row
-    for row in TimingReport.read(folder / "step_cpu.json").rows:
-        assert f"| {row.name} | {row.median_ms:.3f} |" in page, row
+    for row in GpuReport.read(folder / "step_cpu.json").rows:
+        assert f"| {row.name} | {row.median_ms:.3f} |" in pages["step_cpu.md"], row
 
 
 def row_of_table(row: KernelRow) -> dict[str, str]:
     """The cells of a row in a table of attention, by their headers."""
-    return dict(zip(results_page.KERNEL_HEADER, results_page._kernel_line(empty(), row), strict=True))
+    return dict(zip(KERNEL_HEADER, kernel_line(empty(), row), strict=True))
 
 
 def test_rows_say_what_a_reader_must_know_of_them():
@@ -166,14 +168,14 @@ def test_rows_say_what_a_reader_must_know_of_them():
     assert row_of_table(changed)["remarks"] == "partly from L2; mostly launches; inexact; ValueError: no"
 
 
-def test_each_section_says_how_its_times_were_taken(folder: pathlib.Path):
-    page = results_page.render(folder)
-    assert "timed in turn" not in results_page.INTRODUCTION
-    for title in ("Kernels of a test", "Steps of a test"):
-        section = page[page.index(f"## {title}") :].partition("\n## ")[0]
-        assert "timed one after another" in section
-        assert "divides two medians" in section
-        assert "a ratio is the median over rounds" not in section
+def test_each_page_says_how_its_times_were_taken(folder: pathlib.Path):
+    pages = results_page.render(folder)
+    assert "timed in turn" not in pages[results_page.INDEX]
+    for name, title in (("kernels_cpu.md", "Kernels of a test"), ("step_cpu.md", "Steps of a test")):
+        assert pages[name].startswith(f"# {title}\n")
+        assert "timed one after another" in pages[name]
+        assert "divides two medians" in pages[name]
+        assert "a ratio is the median over rounds" not in pages[name]
 
 
 def per_token_bytes(tree: Any, tokens: int) -> int:
@@ -196,8 +198,8 @@ def test_products_count_all_that_grows_with_tokens(case: Case):
 
 def test_a_page_without_times_of_kernels_says_that_none_was_run(folder: pathlib.Path, tmp_path: pathlib.Path):
     shutil.copy(folder / "step_cpu.json", tmp_path)
-    assert "No kernel was run on a GPU yet" in results_page.render(tmp_path)
-    assert "No kernel was run on a GPU yet" not in results_page.render(folder)
+    assert "No kernel was run on a GPU yet" in results_page.render(tmp_path)[results_page.INDEX]
+    assert "No kernel was run on a GPU yet" not in results_page.render(folder)[results_page.INDEX]
 
 
 def test_plots_are_drawn(folder: pathlib.Path):
@@ -216,7 +218,7 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
     tasks = [Planned("attention", "unfit", unfit), Planned("attention", "broken", lambda: broken), good]
     report = empty()
     run.run_case(MODEL, CASES[0].shape, tasks, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads)
-    unfit_row, broken_row, good_row = TimingReport.read(tmp_path / "rows.json").rows
+    unfit_row, broken_row, good_row = GpuReport.read(tmp_path / "rows.json").rows
     assert unfit_row.failure == "ValueError: head_dim 80"
     assert broken_row.failure.startswith("TypeError")
     assert broken_row.arithmetic == "asm"
@@ -224,8 +226,10 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
     assert good_row.samples_ms
 
 
-def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(tmp_path: pathlib.Path, report: TimingReport):
-    done = dataclasses.replace(report, rows=list(report.rows), running=[KernelRow("attention", MODEL, CASES[0].shape, "culprit")])
+def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(tmp_path: pathlib.Path, report: GpuReport):
+    done = dataclasses.replace(
+        report, rows=list(report.rows), skipped=[], running=[KernelRow("attention", MODEL, CASES[0].shape, "culprit")]
+    )
     rows = len(done.rows)
     kernels.run(CASES[:2], done, tmp_path / "rows.json", TIMING, hows=INTERPRETED, specs=("dense", "kivi:bits=2"))
     assert len(done.rows) == rows + 1
@@ -238,7 +242,7 @@ def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(tmp_path: p
 def test_shapes_left_out_for_lack_of_time_are_named(tmp_path: pathlib.Path):
     report = empty()
     kernels.run(CASES[:2], report, tmp_path / "rows.json", TIMING, seconds=-1)
-    assert TimingReport.read(tmp_path / "rows.json").skipped == [case.name for case in CASES[:2]]
+    assert GpuReport.read(tmp_path / "rows.json").skipped == [case.name for case in CASES[:2]]
 
 
 @pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
@@ -310,10 +314,11 @@ def test_the_usual_cases_cover_the_shape_table():
 
 
 def test_the_command_ends_with_the_papers_tables_and_what_it_left_out(
-    report: TimingReport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report: GpuReport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def run(cases, into: TimingReport, path, timing, **_) -> None:
-        into.rows, into.skipped = report.rows, ["attention, of no time"]
+    def run(cases, into: GpuReport, path, timing, **_) -> None:
+        into.rows.extend(report.rows)
+        into.skipped.append("attention, of no time")
 
     monkeypatch.setattr(kernels, "run", run)
     kernels.main(["--json", str(tmp_path / "rows.json"), "--interpret"])

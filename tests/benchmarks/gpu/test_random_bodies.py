@@ -16,7 +16,7 @@ from benchmarks.gpu.candidates import MORE_SPECS, SPECS, attention_tasks
 from benchmarks.gpu.device_timing import Timing
 from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.random_bodies import Body, bodies_of, plan_of
-from benchmarks.gpu.rows import KernelRow, TimingReport
+from benchmarks.gpu.rows import GpuReport, KernelRow
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.methods.registry import METHODS
 from pallas_kernels.launch import Launch
@@ -33,7 +33,7 @@ REFUSED = ("xquant", "xquant_cl", "polarquant:grid=global", "kivi:bits=3,group_s
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KernelRow]:
-    report = TimingReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
+    report = GpuReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
     timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
     file: pathlib.Path = tmp_path_factory.mktemp("results") / "kernels_cpu.json"
     cases = [Case("attention", "Llama-3.2-1B", SHAPE)]

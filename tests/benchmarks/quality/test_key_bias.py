@@ -25,10 +25,13 @@ def test_a_run_measures_both_variants_and_makes_a_table(tmp_path, monkeypatch):
     assert report.perplexities["wide"] == pytest.approx(report.perplexities["plain"], rel=1e-4)
     assert report.perplexities["slow"] == pytest.approx(report.perplexities["plain"], rel=0.05)
     assert str(tmp_path) not in report.command
-    assert f"| {int4.wide.plain.kl:.5f} | {int4.wide.biased.kl:.5f} | {int4.wide.subtracted.kl:.5f} |" in results_page.render(tmp_path)
+    assert (
+        f"| {int4.wide.plain.kl:.5f} | {int4.wide.biased.kl:.5f} | {int4.wide.subtracted.kl:.5f} |"
+        in results_page.render(tmp_path)["key_bias_test.md"]
+    )
     refused = dataclasses.replace(int4, wide=dataclasses.replace(int4.wide, subtracted=None), refused="a reason")
     dataclasses.replace(report, rows=(refused,)).write(file)
-    assert f"| {int4.wide.biased.kl:.5f} | refused |" in results_page.render(tmp_path)
+    assert f"| {int4.wide.biased.kl:.5f} | refused |" in results_page.render(tmp_path)["key_bias_test.md"]
 
 
 def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_path, capsys):

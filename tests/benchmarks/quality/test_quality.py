@@ -70,7 +70,7 @@ def test_variants_predict_the_same_and_are_harder_to_cache(report):
 
 def test_the_page_has_lists_variants_side_by_side_and_grids(report, folder):
     windows_figure.main([f"--folder={folder}"])
-    page = results_page.render(folder)
+    page = results_page.render(folder)[windows_figure.FILE.replace(".json", ".md")]
     assert "| cache | spec | stored bits | cache KiB | as it is | key outliers | value outliers |" in page
     assert "| cache | spec | stored bits | the paper's count | perplexity |" in page
     grid = report.of("C")

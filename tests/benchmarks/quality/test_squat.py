@@ -12,9 +12,10 @@ import pytest
 import kvq_jax as kvq
 from benchmarks import results_page
 from benchmarks.cpu import squat_prefill
-from benchmarks.cpu.timing import Report
+from benchmarks.cpu.timing import CpuReport
 from benchmarks.quality import squat_subspace
-from benchmarks.quality.squat_subspace import SubspaceReport, before_rope, deviations, layer_inputs, score_error, tokens_of
+from benchmarks.quality.squat_subspace import before_rope, deviations, layer_inputs, score_error, tokens_of
+from benchmarks.quality.squat_subspace_report import SubspaceReport, draw
 from kvq_models import EMBEDDED, load_llama
 
 PROMPT, TOTAL = 256, 384
@@ -89,7 +90,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def test_the_prefill_benchmark_has_a_row_for_each_cache(results: pathlib.Path):
-    report = Report.read(results / "squat_prefill_cpu.json")
+    report = CpuReport.read(results / "squat_prefill_cpu.json")
     assert [row.implementation for row in report.rows] == ["kivi", "squat"]
     assert all(row.error < 1e-4 for row in report.rows)
     assert report.rows[1].cache_bytes > report.rows[0].cache_bytes, "the matrices take memory"
@@ -99,8 +100,8 @@ def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp
     report = SubspaceReport.read(results_page.RESULTS / "squat_subspace.json")
     report.write(tmp_path / "squat_subspace.json")
     assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
-    squat_subspace.draw(report).savefig(tmp_path / "plot.png")
-    page = results_page.render(tmp_path)
+    draw(report).savefig(tmp_path / "plot.png")
+    page = results_page.render(tmp_path)["squat_subspace.md"]
     assert f"{report.ratio('squat', 5, 1e-3):.2f}" in page
     assert f"{report.deviation('prompt', False)[0]:.2f}" in page
     assert f"| `kivi` | {report.predictions[1].nats:.3f} |" in page

@@ -1,0 +1,126 @@
+"""The report of the study of SQuat's subspace: its rows, its page and its figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from benchmarks.markdown import head, table
+from benchmarks.report_file import Report
+
+SCORE_RANKS = (1, 5, 20, 64)
+LAMS = (1e-5, 1e-4, 1e-3, 1e-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """source: whose queries span the subspace. rope: queries after RoPE. values: one for each rank of the report."""
+
+    source: str
+    rope: bool
+    layer: int
+    values: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreError:
+    """setting: which keys are coded and which queries they meet. rank and lam are None for KIVI."""
+
+    setting: str
+    rank: int | None
+    lam: float | None
+    layer: int
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """nats: mean -log p of the tokens after a prompt, read from a cache without exact windows."""
+
+    cache: str
+    tokens: int
+    nats: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubspaceReport(Report):
+    """What was measured, and on what. ranks: of the deviations."""
+
+    model: str
+    text: str
+    other_text: str
+    prompt_tokens: int
+    response_tokens: int
+    ranks: tuple[int, ...]
+    deviations: tuple[Deviation, ...]
+    errors: tuple[ScoreError, ...]
+    predictions: tuple[Prediction, ...]
+
+    def deviation(self, source: str, rope: bool) -> Float[np.ndarray, " ranks"]:
+        """Mean over the layers."""
+        return np.mean([row.values for row in self.deviations if (row.source, row.rope) == (source, rope)], axis=0)
+
+    def ratio(self, setting: str, rank: int, lam: float) -> float:
+        """SQuat's error over KIVI's, the geometric mean over the layers."""
+        found = {(row.rank, row.lam, row.layer): row.error for row in self.errors if row.setting == setting}
+        layers = sorted({layer for *_, layer in found})
+        return float(np.exp(np.mean([np.log(found[rank, lam, layer] / found[None, None, layer]) for layer in layers])))
+
+
+def page(report: SubspaceReport, file: pathlib.Path) -> str:
+    """Render where later queries lie, and what SQuat makes of it."""
+    sources = dict.fromkeys(row.source for row in report.deviations)
+    found = [(f"{s}, {'after' if rope else 'before'} RoPE", report.deviation(s, rope)) for rope in (False, True) for s in sources]
+    said = (
+        f"Model: {report.model}, {report.prompt_tokens} tokens of {report.text}, then {report.response_tokens} that it wrote without "
+        f"quantization. Another part is of the same text, another text is {report.other_text}. All numbers are means of the layers; the "
+        "file has those of each layer."
+    )
+    parts = [
+        *head(report, file, said),
+        f"![deviations by rank, errors by lam]({file.stem}.png)",
+        "## Deviation of the response's queries from the subspace of other queries, by rank (the paper's Figure 2, left)",
+        table(("queries that span it", *map(str, report.ranks)), ((label, *(f"{v:.2f}" for v in values)) for label, values in found)),
+        "## Error of q . k for the response's queries and the prompt's keys, 2 bits, relative to KIVI's (Figure 2, right)",
+        "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded before it and then rotated. The last "
+        "table is of real caches without exact windows: nats of the tokens that follow prompts of the same length in the text.",
+    ]
+    for setting in dict.fromkeys(row.setting for row in report.errors):
+        lines = ((str(rank), *(f"{report.ratio(setting, rank, lam):.2f}" for lam in LAMS)) for rank in SCORE_RANKS)
+        parts.append(table((f"{setting}: rank", *(f"lam {lam:g}" for lam in LAMS)), lines))
+    predicted = ((f"`{row.cache}`", f"{row.nats:.3f}") for row in report.predictions)
+    parts.append(table(("cache", f"nats of {report.predictions[0].tokens} tokens"), predicted))
+    return "\n\n".join(parts)
+
+
+def draw(report: SubspaceReport) -> Any:
+    """A figure: deviations by rank on the left, errors relative to KIVI's by lam on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    for i, source in enumerate(dict.fromkeys(row.source for row in report.deviations)):
+        for rope, style in ((False, "-"), (True, "--")):
+            label = f"{source}, {'after' if rope else 'before'} RoPE"
+            left.plot(report.ranks, report.deviation(source, rope), style, color=f"C{i}", marker="o", markersize=3, label=label)
+    left.set(xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1))
+    for i, setting in enumerate(("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")):
+        for rank, style in ((5, "-"), (64, "--")):
+            ratios = [report.ratio(setting, rank, lam) for lam in LAMS]
+            right.plot(LAMS, ratios, style, color=f"C{i}", marker="o", markersize=3, label=f"{setting}, rank {rank}")
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.set(xscale="log", yscale="log", xlabel="lam", ylabel="error of q . k, relative to KIVI's")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    figure.suptitle(
+        f"{report.model}: {report.prompt_tokens} tokens of {report.text}, then {report.response_tokens} of its own; mean of the layers"
+    )
+    figure.tight_layout()
+    return figure

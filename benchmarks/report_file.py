@@ -1,0 +1,102 @@
+"""The JSON file of a benchmark: a header, which says what was run, when and on what, and the rows that were measured.
+
+A benchmark derives its report from `Report` and adds its fields: numbers, strings, dataclasses, and tuples, lists and dicts of them. Files
+are read by the types of the fields. Fields that a file lacks take their defaults, and what a file lists under "derived" is left out: it
+follows from the rest and is there for readers of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import pathlib
+import platform
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Self, TypedDict
+
+import jax
+
+from kvq_jax.cache.atomic_files import replacing
+
+DERIVED = "derived"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """The header of every report. Files that were made before a benchmark recorded its device or Python version have "" there."""
+
+    title: str = ""
+    command: str
+    date: str
+    device: str = ""
+    jax_version: str
+    python_version: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file. Reports that list derived numbers add them here."""
+        return dataclasses.asdict(self)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, whole or not at all."""
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            unfinished.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that this class wrote. TypeError where its fields are not those of the class."""
+        return _value(cls, json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
+
+
+class Header(TypedDict):
+    """The fields of `Report` that follow from the process."""
+
+    command: str
+    date: str
+    device: str
+    jax_version: str
+    python_version: str
+
+
+def header(command: Sequence[str]) -> Header:
+    """Return the header's fields for this process; `command` is what follows `python -m`."""
+    return {
+        "command": " ".join(["python -m", *command]),
+        "date": now(),
+        "device": jax.devices()[0].device_kind,
+        "jax_version": jax.__version__,
+        "python_version": platform.python_version(),
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def arguments(argv: Sequence[str] | None) -> Sequence[str]:
+    """Return the command's arguments as `main(argv)` takes them."""
+    return sys.argv[1:] if argv is None else argv
+
+
+_kinds = functools.cache(typing.get_type_hints)
+
+
+def _value(kind: Any, given: Any) -> Any:
+    """Build a value of an annotated type from what JSON made of it."""
+    if dataclasses.is_dataclass(kind):
+        kinds = _kinds(kind)
+        return typing.cast(Any, kind)(**{name: _value(kinds.get(name), found) for name, found in given.items() if name != DERIVED})
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (tuple, list):
+        return origin(_value(parts[0], item) for item in given)
+    if origin is dict:
+        return {name: _value(parts[1], item) for name, item in given.items()}
+    if origin in (types.UnionType, typing.Union) and given is not None:
+        return _value(next(part for part in parts if part is not type(None)), given)
+    return given
