@@ -95,7 +95,7 @@ def _side(format: GroupFormat | None, channels: int) -> Stored:
 
 
 def _tables(bits: int, channels: int, group: ChannelGroup | None, slots: int = 0, pre_rope: bool = False) -> Stored:
-    """Codes of a table, as `kernel_sides.nonuniform` describes them; what all tokens share is not counted as stored."""
+    """Codes of a table, as `kernel_readers.nonuniform` describes them; what all tokens share is not counted as stored."""
     layout = plane_layout(bits, channels, 32)
     side = nonuniform(layout, group, slots=slots, pre_rope=pre_rope)
     assert isinstance(side, Side), side

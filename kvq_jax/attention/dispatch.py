@@ -99,8 +99,9 @@ def attend(
 
 
 def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, how: Launch | None) -> Tree:
-    """`codec.encode`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one. The codes are the same, but
-    where an element lies midway between two levels, or nearly: there XLA may choose the other one (pallas_kernels/quantize/kernel.py)."""
+    """`codec.quantize`, by the fused quantize-and-pack kernel where `how` launches kernels and the codec has one. The codes are the same,
+    except where an element lies midway between two levels, or nearly: there XLA may choose the other one
+    (pallas_kernels/quantize/kernel.py)."""
     job = None if how is None else codec.kernel_job(stats, prefill=prefill)
     if how is None or job is None:
         return codec.quantize(params, stats, rows, prefill=prefill)

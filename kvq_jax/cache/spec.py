@@ -33,8 +33,8 @@ MOST_LAYERS = 4096  # that a spec can name; a range of layers is written out bef
 class CacheSpec:
     """What a cache is: the methods of both sides and the windows. Frozen and hashable, so it is a static argument of a jitted function.
 
-    sink, recent, block: tokens. skip_layers: layers kept exact. subtract_bias: keys are cached without k_proj's bias (bias.py). Build it
-    with `parse`.
+    sink, recent, block: tokens. skip_layers: layers kept exact. subtract_bias: keys are cached without k_proj's bias
+    (codecs/bias_subtracting.py). Build it with `parse`.
     """
 
     k: Method

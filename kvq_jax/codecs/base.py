@@ -68,7 +68,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        """The body's arrays for `tokens` tokens, as a tree of `body.Leaf`."""
+        """The body's arrays for `tokens` tokens, as a tree of `Leaf`."""
 
     @abc.abstractmethod
     def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:

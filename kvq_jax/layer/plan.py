@@ -1,4 +1,4 @@
-"""What one layer of a cache is: the static plan, and the state that flows through its functions (layer.py)."""
+"""What one layer of a cache is: the static plan, and the state that flows through its functions (cache/update.py)."""
 
 from __future__ import annotations
 

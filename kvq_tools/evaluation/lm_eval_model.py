@@ -50,7 +50,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    raise ImportError(f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq[eval]'") from error
+    raise ImportError(f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq-jax[eval]'") from error
 
 Context = Literal["decode", "prefill"]
 

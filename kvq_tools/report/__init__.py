@@ -5,7 +5,8 @@ collect.py   model, text and caches -> numbers
 times.py     times of decode steps
 maps.py      magnitudes of keys and values, and errors, channel by channel
 drawing.py   how any picture is drawn: themes, SVG for the page, PNG beside it
-pictures.py  numbers -> the curves, points and bars
+quality.py   numbers -> curves and points of quality
+cost.py      numbers -> bars of sizes and times
 heat.py      numbers -> the maps
 page.py      numbers and pictures -> page.html.jinja, filled in
 write.py     all files of a report

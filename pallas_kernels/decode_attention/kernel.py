@@ -3,7 +3,7 @@
     o, m, l = parts of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
 
 One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The splits' parts are
-merged exactly outside (`merge_splits`), by a few small kernels of XLA. What the stored arrays mean is the sides' matter (sides.py).
+merged exactly outside (`merge_splits`), by a few small kernels of XLA. What the stored arrays mean is the readers' matter (readers/).
 
 Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are exact, a multiple of 32
 (of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to

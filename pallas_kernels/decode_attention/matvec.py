@@ -3,7 +3,7 @@
     scores            q . K^T     [B, K, G, S]
     weighted_values   p . V       [B, K, G, H]
 
-What attention does between its softmaxes, and what the InnerQ paper's tables time. For any side (sides.py): InnerQ's grouping of keys is
+What attention does between its softmaxes, and what the InnerQ paper's tables time. For any side (readers/): InnerQ's grouping of keys is
 "channels", of values "tokens"; the other way round is outer grouping (KIVI).
 
 Contract. All S tokens of the capacity are read, so all of them must be finite. S is a multiple of the tile (and of a group's tokens, where

@@ -1,4 +1,4 @@
-"""From the range of a group to its scale, its zero and the constants that turn its elements into codes: the arithmetic of quantize.py."""
+"""From the range of a group to its scale, its zero and the constants that turn its elements into codes: the arithmetic of kernel.py."""
 
 from __future__ import annotations
 

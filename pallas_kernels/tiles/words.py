@@ -64,7 +64,7 @@ class Words(abc.ABC):
         return self.gathered(runs, field.exponent)
 
     def number(self, bits: Sequence[Bit]) -> tuple[Half, int]:
-        """(bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of planes.py."""
+        """(bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py."""
         # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
         first = bits[0].position
         at = next(place for place in (first, first - 8, 0) if 0 <= place <= 10 - len(bits))

@@ -1,4 +1,5 @@
-"""KVQuant's codec: where ranges, thresholds and levels come from. What is stored: nonuniform.py and outliers.py."""
+"""KVQuant's codec: where ranges, thresholds and levels come from. What is stored: codecs/codebook.py and
+arrays/sparse_outliers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LongBench's metrics (Bai et al. 2023, metrics.py), each metric(prediction, answer, classes) -> score between 0 and 1.
+"""LongBench's metrics (Bai et al. 2023), each metric(prediction, answer, classes) -> score between 0 and 1.
 
 Kept as the benchmark computes them, oddities included, because scores are only comparable so. Chinese texts are cut into words by jieba,
 which is not installed with kvq: `needed` says what is missing.

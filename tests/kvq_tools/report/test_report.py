@@ -403,7 +403,7 @@ def test_an_out_that_is_a_file_is_refused_and_kept(made, tmp_path, run):
 def test_without_matplotlib_one_line_says_what_to_install(made, tmp_path, run, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more))
-    expect_error(run("report", "--from", made / "report.json", "--out", tmp_path), "pip install 'kvq[report]'")
+    expect_error(run("report", "--from", made / "report.json", "--out", tmp_path), "pip install 'kvq-jax[report]'")
 
 
 def test_json_tells_what_was_written(made, tmp_path, run_json, report):

@@ -75,7 +75,7 @@ CHECKED: dict[str, Callable[[], None]] = {
         lambda: test_polar.check_lengths(test_polar.CASES[0], test_polar.tuned(64, 2), ASSEMBLY),
     ),
 }
-PLAIN = {"mov.b32", "mov.u32", "add.u32", "shr.u32"}  # constants, and the 0 of `table.in_registers`
+PLAIN = {"mov.b32", "mov.u32", "add.u32", "shr.u32"}  # constants, and the 0 of `table_lookup.in_registers`
 
 
 @pytest.mark.parametrize("instruction", CHECKED)

@@ -1,0 +1,289 @@
+"""Every file, module, symbol and command that documents, docstrings and comments name exists.
+
+Sources are read, not imported. `stale` gives the names in one text that lead nowhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import dataclasses
+import functools
+import io
+import pathlib
+import re
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDERS = ("kvq_jax", "pallas_kernels", "models", "kvq_tools", "tools", "benchmarks", "tests", "docs")
+HEADS = "kvq|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks|tests"  # of dotted names of ours, past ones included
+NOT_OURS = {"jax", "jnp", "lax", "np", "pl", "torch", "transformers", "lm_eval"}  # what a.b may begin with without being ours
+INSTRUCTIONS = {"HFMA2", "lop3", "or", "prmt", "sin.approx", "xor"}  # of GPUs, in backticks like names of ours
+SUFFIXES = ("jinja", "json", "md", "npz", "py", "safetensors", "svg", "txt")  # a file in backticks: looked for as a file
+QUOTES_HISTORY = ("benchmarks/results/", "docs/report/")  # generated: their commands are those that were run
+
+PATH = re.compile(rf"(?<![\w./<{{-])(?:{'|'.join(FOLDERS)}|kvq_models)/[\w./*-]*[\w*/]")
+FILE = re.compile(r"(?<![\w./*<>{}-])(?:[\w-]+/)*[\w-]+\.(?:py|md|sh|toml|svg|jinja)\b(?![\w/])")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
+DOTTED = re.compile(rf"(?<![\w./-])(?:{HEADS})(?:\.[A-Za-z_]\w*)+(?![\w/])")
+IMPORT = re.compile(r"\bfrom ((?:kvq|pallas)_[\w.]+) import (\w+(?:, \w+)*)")
+QUOTED = re.compile(r"`{1,2}([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\([^`]*\))?`")
+RUN = re.compile(r"(?:python|\$\(RUN\)) -m\s+((?:benchmarks|tools|kvq_\w+)[\w.]*\w)")
+MAKE = re.compile(r"(?:`|^)make ([a-z]+)", re.MULTILINE)
+COMMAND = re.compile(r"(?:`|^|\$ )kvq ([a-z]\w*)", re.MULTILINE)
+EXTRA = re.compile(r"pip install [^\n]*?['\"](kvq[\w-]*|\.)\[([\w,]+)\]")
+
+
+@dataclasses.dataclass
+class Project:
+    """Everything that can be named."""
+
+    files: set[str]
+    modules: dict[str, set[str]]  # dotted name -> what stands at the module's top; a package's modules too
+    members: dict[str, set[str]]  # class -> methods and fields, those of its bases included
+    identifiers: set[str]  # every name in code, and every string that could be an option or a key
+    attributes: set[tuple[str, str]]  # (a, b) of every a.b in code
+    programs: set[str]  # what `python -m` runs
+    targets: set[str]  # of the Makefile
+    commands: set[str]  # of kvq
+    extras: set[str]
+    distribution: str
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """Yield path (relative to the project) and content of what is written by hand."""
+    found = [ROOT / name for name in ("README.md", "Makefile", ".ci/run", "pyproject.toml", ".pre-commit-config.yaml")]
+    for folder in FOLDERS:
+        found += [file for file in sorted((ROOT / folder).rglob("*")) if file.suffix in (".py", ".md", ".sh")]
+    for file in found:
+        yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+@functools.cache
+def parsed(content: str) -> ast.Module:
+    return ast.parse(content)
+
+
+def top_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that a module's or a class's statements bind, and the strings of `__all__`."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            stored = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
+            yield from stored
+            if stored == ["__all__"]:
+                yield from (text.value for text in ast.walk(node) if isinstance(text, ast.Constant) and isinstance(text.value, str))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from top_names([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+
+
+def class_members(trees: list[ast.Module]) -> dict[str, set[str]]:
+    own: dict[str, set[str]] = collections.defaultdict(set)
+    bases: dict[str, set[str]] = collections.defaultdict(set)
+    for node in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        own[node.name] |= set(top_names(node.body))
+        on_self = (name for name in ast.walk(node) if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name))
+        own[node.name] |= {name.attr for name in on_self if isinstance(name.value, ast.Name) and name.value.id == "self"}
+        bases[node.name] |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+
+    def inherited(name: str) -> set[str]:
+        return own[name].union(*(inherited(base) for base in bases[name] if base in own and base != name))
+
+    return {name: inherited(name) for name in list(own)}
+
+
+def used_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield from (*name.split("."), other or name)
+            case ast.Constant(value=str(text)) if re.fullmatch(r"(--)?\w[\w-]*", text):
+                yield text.lstrip("-").replace("-", "_")
+
+
+@functools.cache
+def project() -> Project:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    kept = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if "__pycache__" not in file.parts]
+    files = {file.relative_to(ROOT).as_posix() for file in kept} | {file.name for file in ROOT.iterdir() if file.is_file()} | {".ci/run"}
+    trees, modules, programs = [], collections.defaultdict(set), set()
+    for path, content in text_files():
+        if path.endswith(".py"):
+            trees.append(parsed(content))
+            parts = pathlib.PurePath(path.removeprefix("models/")).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            modules[".".join(parts)] |= set(top_names(trees[-1].body))
+            if parts[-1] == "__main__":
+                programs.add(".".join(parts[:-1]))
+            elif '__name__ == "__main__"' in content:
+                programs.add(".".join(parts))
+            for i in range(1, len(parts)):
+                modules[".".join(parts[:i])].add(parts[i])
+    main = parsed((ROOT / "kvq_tools/cli/main.py").read_text(encoding="utf-8"))
+    commands = next(
+        ast.literal_eval(node.value) for node in main.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
+    )
+    return Project(
+        files,
+        dict(modules),
+        class_members(trees),
+        {name for tree in trees for name in used_names(tree)},
+        {
+            (node.value.id, node.attr)
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        },
+        programs,
+        set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)),
+        set(commands),
+        set(settings["optional-dependencies"]),
+        settings["name"],
+    )
+
+
+def file_exists(name: str, beside: str) -> bool:
+    """Whether a path leads somewhere from the project, from `models/`, or from the file that names it; a bare file name: anywhere."""
+    if "*" in name:
+        return any(ROOT.glob(name.rstrip("/")))
+    if any((folder / name).exists() for folder in (ROOT, ROOT / "models", (ROOT / beside).parent)):
+        return True
+    return name.split("/")[0] not in FOLDERS and any(f"/{file}".endswith(f"/{name}") for file in project().files)
+
+
+def dotted_exists(name: str) -> bool:
+    """Whether a name of package, module, symbol and member exists, from as many of its parts as are a module."""
+    parts = name.replace("kvq.", "kvq_jax.", 1).split(".") if name.startswith("kvq.") else name.split(".")
+    for i in range(len(parts), 0, -1):
+        found = project().modules.get(".".join(parts[:i]))
+        if found is not None:
+            rest = parts[i:]
+            return not rest or (
+                rest[0] in found and (len(rest) == 1 or rest[0] not in project().members or rest[1] in project().members[rest[0]])
+            )
+    return False
+
+
+def quoted_exists(name: str) -> bool:
+    """Whether code has the name; of a.b, whether code says so, or a module or class called `a` has a `b`."""
+    first, *rest = name.split(".")
+    if first in NOT_OURS or name in INSTRUCTIONS or (rest and rest[-1] in SUFFIXES):
+        return True
+    if not rest:
+        return first in project().identifiers | project().commands | project().extras | set(dir(builtins))
+    if (first, rest[0]) in project().attributes or rest[0] in project().members.get(first, ()):
+        return True
+    if re.fullmatch(HEADS, first):
+        return dotted_exists(name)
+    return any(rest[0] in names for module, names in project().modules.items() if module.split(".")[-1] == first)
+
+
+def prose(path: str, content: str) -> Iterator[tuple[int, str]]:
+    """Yield line numbers and texts: of a program its comments and docstrings, of another file everything."""
+    if not path.endswith(".py"):
+        yield 1, content
+        return
+    for token in tokenize.generate_tokens(io.StringIO(content).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(parsed(content)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def stale(path: str, content: str) -> list[str]:
+    """Names in a file that lead nowhere, each with its line."""
+    known, found = project(), []
+
+    def look(pattern: re.Pattern[str], line: int, text: str, wrong: Callable[[re.Match[str]], bool]) -> None:
+        for match in pattern.finditer(text):
+            if wrong(match):
+                found.append(f"{path}:{line + text[: match.start()].count(chr(10))}: {match[0]}")
+
+    for line, text in prose(path, content):
+        look(PATH, line, text, lambda m: not file_exists(m[0], path))
+        look(FILE, line, text, lambda m: not file_exists(m[0], path))
+        look(DOTTED, line, text, lambda m: not m[0].endswith(".py") and not dotted_exists(m[0]))
+        look(IMPORT, line, text, lambda m: not all(dotted_exists(f"{m[1]}.{name}") for name in m[2].split(", ")))
+        look(QUOTED, line, text, lambda m: not quoted_exists(m[1]))
+        look(RUN, line, text, lambda m: m[1] not in known.programs)
+        look(MAKE, line, text, lambda m: m[1] not in known.targets)
+        look(COMMAND, line, text, lambda m: m[1] not in known.commands)
+        if path.endswith(".md"):
+            look(LINK, line, text, lambda m: not (ROOT / path).parent.joinpath(m[1]).exists())
+    if not path.startswith("tests/"):
+        look(EXTRA, 1, content, lambda m: m[1] not in (known.distribution, ".") or not set(m[2].split(",")) <= known.extras)
+    return found
+
+
+def test_what_is_named_exists():
+    files = [(path, content) for path, content in text_files() if not path.startswith(QUOTES_HISTORY)]
+    assert len(files) > 200, "the walk finds no sources"
+    found = [line for path, content in files for line in stale(path, content)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("docs/design.md", "see kvq_jax/group_codec.py"),
+        ("docs/design.md", "tests lie in `tests/kvq_jax/test_uniform.py`"),
+        ("docs/design.md", "tables: benchmarks/no_such_folder/"),
+        ("docs/design.md", "[decisions](no_such_page.md)"),
+        ("docs/design.md", "[decisions](no_such_page.md#the-cache)"),
+        ("docs/design.md", "in `planes.py`"),
+        ("docs/design.md", "`kvq.trim_rows(cache, 3)`"),
+        ("docs/design.md", "from kvq_models import EMBEDDED, load_lama"),
+        ("docs/design.md", "kvq_jax.arrays.packing.no_such_function"),
+        ("docs/design.md", "kvq_jax.cache.cache.Cache.no_such_field"),
+        ("docs/design.md", "models.evaluation.measure"),
+        ("docs/design.md", "`decode._STEPS` is the most that fits"),
+        ("docs/design.md", "`no_such_function` does it"),
+        ("docs/design.md", "`python -m benchmarks.attention`"),
+        ("docs/design.md", "`python -m benchmarks.machine_code.__main__`"),
+        ("docs/design.md", "python -m benchmarks.markdown"),
+        ("docs/design.md", "`make benchmark`"),
+        ("docs/design.md", "kvq evaluate embedded --text F"),
+        ("docs/design.md", "pip install 'k" + "vq[report]'"),
+        ("docs/design.md", "pip install -e '.[no_such_extra]'"),
+        ("kvq_jax/cache/spec.py", '"""Keys without their bias (bias.py)."""'),
+        ("kvq_jax/cache/spec.py", "x = 1  # as in planes.py"),
+        (".ci/run", "core=tests/kvq_jax/test_cache_laws.py"),
+        ("Makefile", "\t$(RUN) -m pytest tests/no_such_folder"),
+        ("Makefile", "\t$(RUN) -m benchmarks.markdown --json FILE"),
+    ],
+)
+def test_a_stale_reference_is_found(path: str, text: str):
+    assert stale(path, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "docs/design.md",
+            "kvq_jax/methods/<name>/ and kvq_jax/methods/*/README.md, [this page](decisions.md#the-cache), [JAX](https://jax.dev/a/b.md)",
+        ),
+        (
+            "docs/design.md",
+            "`codec.dequantize`, `kvq.trim`, `kvq_models.load_llama`, `jnp.take`, `packing.unpack`, kvq_jax.cache.cache.Cache.lengths",
+        ),
+        ("docs/design.md", "from kvq_models import EMBEDDED, load_llama; python -m benchmarks.quality; `make test`; kvq eval embedded"),
+        ("docs/design.md", "pip install 'kvq-jax[report,eval]' '.[cuda13]'"),
+        ("kvq_jax/cache/spec.py", 'x = "kvq_jax/group_codec.py"  # cache.py'),
+    ],
+)
+def test_an_existing_one_is_not(path: str, text: str):
+    assert not stale(path, text)
