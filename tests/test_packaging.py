@@ -1,10 +1,14 @@
-"""What an installed kvq contains: packages of our own names only, and the files that their code opens."""
+"""The installed distribution: packages of our own names only, the files that their code opens, and what runs without the sources."""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -13,14 +17,43 @@ ROOT = pathlib.Path(__file__).parents[1]
 OURS = {"kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
+LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors"}  # all that kvq_jax needs
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every file of the wheel, built as `pip install .` builds it."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The wheel, built as `pip install .` builds it, from a copy: what an earlier build left beside the sources stays out of it."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    source = folder / "source"
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True)
     (wheel,) = folder.glob("kvq_jax-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: pathlib.Path) -> set[str]:
+    """Every file of the wheel."""
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def site(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with the wheel unpacked, as it lies in site-packages."""
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def run(program: str, site: pathlib.Path, folder: pathlib.Path) -> str:
+    """What a program prints in an empty folder, where only the wheel has our packages."""
+    environment = os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    check = f"import kvq_jax\nassert kvq_jax.__file__.startswith({str(site)!r}), kvq_jax.__file__\n"
+    done = subprocess.run([sys.executable, "-c", program + "\n" + check], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_no_package_is_installed_whose_name_could_shadow_a_users_folder(installed: set[str]):
@@ -41,3 +74,29 @@ def test_the_files_that_code_opens_travel_with_the_packages(installed: set[str])
     others = {"kvq_tools/cli/passage.txt", "kvq_tools/report/page.html.jinja", "kvq_jax/methods/kivi/README.md"}
     assert embedded | typed | others <= installed
     assert (ROOT / "models/kvq_models/embedded/model.safetensors").stat().st_size < 16e6
+
+
+def test_the_snippet_of_readme_runs_from_an_empty_folder(site: pathlib.Path, tmp_path: pathlib.Path):
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    printed = run(snippet, site, tmp_path)
+    assert re.search(r"\w+.*\(\d+ bytes\)", printed, re.DOTALL), printed
+
+
+def test_the_library_needs_no_model_package(site: pathlib.Path, tmp_path: pathlib.Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    others = {re.split(r"[^\w-]", need)[0] for need in project["dependencies"]} - LIBRARY
+    assert {"flax", "transformers", "huggingface_hub"} <= others
+    program = f"""
+import sys
+for name in {sorted(others | {"kvq_models", "kvq_tools"})}:
+    sys.modules[name] = None  # an import of it fails
+import jax.numpy as jnp
+import kvq_jax as kvq
+class Config:
+    num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_size = 2, 4, 2, 64, 256
+cache = kvq.init_cache("innerq:bits=2", Config(), batch=1, capacity=256)
+kvq.save_cache(cache, "cache.safetensors")
+rows = jnp.ones((1, 2, 64, 64))
+print(kvq.nbytes(cache), kvq.roundtrip("kivi:bits=2", rows, rows)[0].shape)
+"""
+    assert "(1, 2, 64, 64)" in run(program, site, tmp_path)

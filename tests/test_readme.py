@@ -1,21 +1,46 @@
-"""Numbers that README quotes are those of the committed outputs of its commands."""
+"""README and docs: the numbers that they quote are those of committed outputs, and their commands parse."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import re
+import shlex
 from typing import Any
+
+import pytest
 
 from benchmarks import overview
 from benchmarks.overview import OverviewReport
+from kvq_tools.cli.console import UserError
+from kvq_tools.cli.main import COMMANDS, build_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EVALUATION = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "kvq_jax/methods").glob("*/README.md"))]
+EXAMPLE = re.compile(r"^(?:\$ |\S*/)?kvq ([a-z]\w* .*|methods)$", re.MULTILINE)  # in a block of code, a line to type
 
 
 def output(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "docs" / "examples" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def examples(text: str) -> list[str]:
+    """Lines of code blocks that call kvq, continued lines joined."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in EXAMPLE.findall(block.replace("\\\n", " "))]
+
+
+def parse(line: str) -> None:
+    arguments = shlex.split(line, comments=True)
+    build_parser(arguments[0]).parse_args(arguments)
+
+
+def test_readme_can_be_read_in_a_minute():
+    lines = README.splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 160
 
 
 def test_the_table_of_caches_is_that_of_the_overview():
@@ -24,13 +49,33 @@ def test_the_table_of_caches_is_that_of_the_overview():
     assert wanted in README, f"the numbers of `python -m benchmarks.overview` are\n\n{wanted}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_commands_of_a_page_parse(page: pathlib.Path):
+    for line in examples(page.read_text(encoding="utf-8")):
+        parse(line)
+
+
+def test_every_command_has_an_example_and_a_line_in_its_page():
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    assert {line.split()[0] for line in examples(page)} == set(COMMANDS)
+    assert set(re.findall(r"`kvq (\w+)`", page)) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", ["eval embedded --text F --caches kivi:bits=2", "evaluate embedded"])
+def test_a_command_that_does_not_exist_is_noticed(line: str):
+    with pytest.raises(UserError):
+        parse(line)
+
+
 def test_the_table_of_kvq_eval_is_that_of_its_output():
     made = output("eval_decode")
-    command = re.search(r"^\$ kvq eval (\S+) --text (\S+) --window (\d+) (.*)$", README, re.MULTILINE)
-    assert command, "README has no kvq eval"
+    command = re.search(r"^\$ kvq eval (\S+) --text (\S+) --window (\d+) (.*)$", EVALUATION, re.MULTILINE)
+    assert command, "docs/evaluation.md has no kvq eval"
     assert (command[1], command[2], int(command[3])) == (made["model"], made["text"], made["window"])
     assert re.findall(r"--cache (\S+)", command[4]) == [cache["name"] for cache in made["caches"]]
-    assert f"{made['scored_tokens']} of {made['text_tokens']} tokens scored in windows of {made['window']} by {made['stride']}" in README
+    assert (
+        f"{made['scored_tokens']} of {made['text_tokens']} tokens scored in windows of {made['window']} by {made['stride']}" in EVALUATION
+    )
     for cache in made["caches"]:
         columns = (
             cache["name"],
@@ -42,8 +87,8 @@ def test_the_table_of_kvq_eval_is_that_of_its_output():
             f"{cache['ratio']:.2f}",
             f"{cache['bits_per_element']:.2f}",
         )
-        line = next((line for line in README.splitlines() if line.startswith(f"│ {cache['name']} ")), "")
-        assert tuple(map(str.strip, line.strip("│").split("│"))) == columns, f"README's line of {cache['name']}: {line!r}"
+        line = next((line for line in EVALUATION.splitlines() if line.startswith(f"│ {cache['name']} ")), "")
+        assert tuple(map(str.strip, line.strip("│").split("│"))) == columns, f"the line of {cache['name']}: {line!r}"
 
 
 def test_the_three_modes_are_those_of_their_outputs():
@@ -51,7 +96,7 @@ def test_the_three_modes_are_those_of_their_outputs():
         mode: next(c["kl"] for c in output(f"eval_{mode}")["caches"] if c["name"] == "kivi:bits=2")
         for mode in ("decode", "chunked", "fake")
     }
-    said = re.sub(r"\s+", " ", README)
+    said = re.sub(r"\s+", " ", EVALUATION)
     wanted = f"KL of `kivi:bits=2` above: {kl['decode']:.4f} in `decode`, {kl['chunked']:.4f} in `chunked`, {kl['fake']:.4f} in `fake`."
     assert wanted in said, wanted
 
@@ -63,9 +108,9 @@ def test_the_pass_keys_found_are_those_of_the_output():
     wanted = (
         f"Of {made['samples']} pass keys the exact cache finds {said['dense']}, `int4` {said['int4']}, `kivi:bits=2` {said['kivi:bits=2']}"
     )
-    assert wanted in README, wanted
+    assert wanted in re.sub(r"\s+", " ", EVALUATION), wanted
 
 
 def test_int4_is_as_good_as_exact_where_no_key_is_an_outlier():
     dense, int4 = (cache["scores"]["accuracy"] for cache in output("passkey_embedded")["caches"])
-    assert (dense == int4) is ("on the embedded model itself `int4` is as good as exact" in README)
+    assert (dense == int4) is ("on the embedded model itself `int4` is as good as exact" in EVALUATION)
