@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-_INSTALL = 'pip install "kvq[aot]" (the extra `aot`)'
+_INSTALL = 'pip install "kvq-jax[aot]" (the extra `aot`)'
 
 
 def find_tool(name: str) -> pathlib.Path:

@@ -24,8 +24,6 @@ COMMANDS = {
     "report": "one self-contained page with pictures: quality, size, speed and errors of several caches",
     "passkey": "does a number that a long text states once survive the cache",
     "niah": "needles in a haystack, as RULER hides them",
-    "gsm8k": "arithmetic word problems with a chain of thought",
-    "longbench": "long documents, with LongBench's prompts and metrics",
     "memory": "exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",

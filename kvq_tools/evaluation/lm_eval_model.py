@@ -1,17 +1,17 @@
-"""lm-evaluation-harness reads the real cache: `kvq` as one of its models (extra `eval`).
+"""Let lm-evaluation-harness read a cache: `kvq` as one of its models (extra `eval`). docs/evaluation.md shows tasks on local files.
 
     import lm_eval
     from kvq_tools.evaluation.lm_eval_model import KvqLM
 
     lm = KvqLM(pretrained="embedded", cache="innerq:bits=2")
-    print(lm_eval.simple_evaluate(model=lm, tasks=["my_task"], task_manager=lm_eval.tasks.TaskManager(include_path="my_tasks"))["results"])
+    print(lm_eval.simple_evaluate(model=lm, tasks=["gsm8k_cot"])["results"])
 
-Importing this module also registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}). model_args must
-be a dictionary: lm-eval cuts a string at the commas of a cache spec.
+Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}), with a dictionary, since
+lm-eval cuts a string at the commas of a cache spec. Run as a module, it is lm-eval's command line.
 
 Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t left), in steps of several tokens, which
-equal as many single steps (kvq_tools/evaluation/through.py). lm-eval's own models score prompt and answer in one exact forward pass, which
-no cache has a part in. Prompts, truncation and windows are those of its HFLM: contexts lose tokens on the left.
+equal as many single steps. lm-eval's own models score prompt and answer in one exact forward pass, in which no cache takes part. Prompts,
+truncation and windows are those of its HFLM: contexts lose tokens on the left.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from kvq_tools.evaluation.tasks.sample import Sample
 from kvq_tools.evaluation.through import STEP
 
 try:
+    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    raise ImportError(f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq[eval]'") from error
+    raise ImportError(f"kvq_tools.evaluation.lm_eval_model needs lm-eval ({error}): pip install 'kvq-jax[eval]'") from error
 
 Context = Literal["decode", "prefill"]
 
@@ -113,6 +114,11 @@ class KvqLM(TemplateLM):
             raise ValueError(f"{max_length=} must be between 1 and the model's {llama.config.max_position_embeddings} positions")
         self.llama = prepare(llama, self.spec, calibration)
         self.pretrained, self.batch_size, self.context, self.seed = str(pretrained), int(batch_size), context, seed
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvqLM:
+        """Return the model of lm-eval's arguments. Its command line always names a device; here JAX chooses one."""
+        return super().create_from_arg_obj(arg_dict, {name: v for name, v in (additional_config or {}).items() if name != "device"})
 
     @property
     def eot_token_id(self) -> int:
@@ -281,3 +287,7 @@ def _decoded(
     cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // STEP))
     logprobs, greedy = (jnp.moveaxis(part, 0, 1).reshape(now.shape) for part in parts)
     return cache, logprobs, greedy
+
+
+if __name__ == "__main__":
+    cli_evaluate()  # the command line of lm-eval, in which the model is registered

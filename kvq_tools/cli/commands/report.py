@@ -78,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("kvq report needs matplotlib: pip install 'kvq[report]'")
+        raise UserError("kvq report needs matplotlib: pip install 'kvq-jax[report]'")
     report = _made(options) if options.source is None else _read(options)
     out = _directory(options.out)
     with input_errors():
