@@ -15,8 +15,8 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, bar, input_errors, print_json, print_table, progress, warn
 from kvq_tools.evaluation import outlier_channels
-from kvq_tools.evaluation.finite import finite
 from kvq_tools.evaluation.outlier_channels import TOPS, Decomposition, Magnitudes, Peak
+from kvq_tools.evaluation.results import finite
 
 TOKENS, ROW = 4096, 1024  # of the text, and of each sequence that it is cut into
 FEW = 64  # tokens that are too few for means
@@ -138,7 +138,7 @@ def on_a_text(options: argparse.Namespace, windows: np.ndarray) -> tuple[list[di
             yield keys.u, values.u
 
     with input_errors():
-        for magnitudes in outlier_channels.measure(llama, windows, bases()):
+        for magnitudes in outlier_channels.layer_magnitudes(llama, windows, bases()):
             layers.append(said[-1] | {"measured": measured(magnitudes, said[-1]["k"]["predicted"], head_dim)})
     return layers, [f"{windows.shape[0]} pieces of {windows.shape[1]} tokens, {options.dtype}"]
 

@@ -21,7 +21,7 @@ from kvq_jax.methods.xquant.codec import OutlierChannel, XCodec, XCrossLayerCode
 from kvq_jax.methods.xquant.roofline import Device, LayerCost
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import format_bytes, print_table
-from kvq_tools.evaluation.finite import finite
+from kvq_tools.evaluation.results import finite
 
 BLOCKS = 32  # whose bytes are counted, as `kvq.body_bits_per_element` does
 EXACT_BITS = 16

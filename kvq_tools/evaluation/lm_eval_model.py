@@ -6,8 +6,8 @@
     lm = KvqLM(pretrained="embedded", cache="innerq:bits=2")
     print(lm_eval.simple_evaluate(model=lm, tasks=["gsm8k_cot"])["results"])
 
-Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}), with a dictionary, since
-lm-eval cuts a string at the commas of a cache spec. Run as a module, it is lm-eval's command line.
+Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}). model_args must be a
+dictionary, since lm-eval cuts a string at the commas of a cache spec. Run as a module, it is lm-eval's command line.
 
 Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t left), in steps of several tokens, which
 equal as many single steps. lm-eval's own models score prompt and answer in one exact forward pass, in which no cache takes part. Prompts,
@@ -17,7 +17,6 @@ truncation and windows are those of its HFLM: contexts lose tokens on the left.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -26,19 +25,17 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import Cache, init_cache
+from kvq_jax.cache.cache import init_cache
 from kvq_models import EMBEDDED
-from kvq_models.inference.decoding import decode_step, prefill, right_padded
+from kvq_models.inference.decoding import decode_scan, prefill, right_padded
 from kvq_models.inference.generation import generate_stream
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
-from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.compare import token_nats
 from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
 from kvq_tools.evaluation.tasks.sample import Sample
@@ -206,7 +203,9 @@ class KvqLM(TemplateLM):
             width = room
         width = -(-width // STEP) * STEP
         rest = _padded([row[n:] for (row, _), n in zip(rows, prompts, strict=True)], width + 1)
-        _, logprobs, greedy = _decoded(self.llama, cache, rest[:, :-1], rest[:, 1:])
+        # what stands past a row's tokens is padding: it comes after everything that is scored, and past the capacity it is not written
+        now, following = jnp.asarray(rest[:, :-1]), jnp.asarray(rest[:, 1:])
+        (logprobs, greedy), _ = decode_scan(self.llama, cache, now, jnp.full(len(rows), width), (following,), _predictions, STEP)
         logprobs, greedy = np.asarray(logprobs, np.float64), np.asarray(greedy)
         scored = [slice(len(row) - 1 - n - new, len(row) - 1 - n) for (row, new), n in zip(rows, prompts, strict=True)]
         return [(float(logprobs[i, part].sum()), bool(greedy[i, part].all())) for i, part in enumerate(scored)]
@@ -270,23 +269,9 @@ def _padded(rows: list[list[int]], width: int) -> Int[np.ndarray, "B width"]:
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _decoded(
-    llama: Llama, cache: Cache, now: Int[Array, "B T"], following: Int[Array, "B T"]
-) -> tuple[Cache, Float[Array, "B T"], Bool[Array, "B T"]]:
-    """(cache, log p(following), argmax p == following) after each token, `STEP` tokens after `STEP` tokens.
-
-    What stands past a row's tokens is padding: it comes after everything that is scored, and past the capacity it is not written.
-    """
-
-    def advance(cache: Cache, i: Array) -> tuple[Cache, tuple[Array, Array]]:
-        tokens, targets = (lax.dynamic_slice_in_dim(a, i * STEP, STEP, 1) for a in (now, following))
-        logits, cache = decode_step(llama, cache, tokens)
-        return cache, (-token_nats(logits, targets), jnp.argmax(logits, axis=-1) == targets)
-
-    cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // STEP))
-    logprobs, greedy = (jnp.moveaxis(part, 0, 1).reshape(now.shape) for part in parts)
-    return cache, logprobs, greedy
+def _predictions(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Return (log p(following), argmax p == following)."""
+    return -token_nats(logits, following), jnp.argmax(logits, axis=-1) == following
 
 
 if __name__ == "__main__":

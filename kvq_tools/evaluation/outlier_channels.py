@@ -97,10 +97,10 @@ def accuracies(places: Sequence[int | None]) -> dict[int, float]:
     return {k: sum(at is not None and at <= k for at in places) / len(places) for k in TOPS}
 
 
-def measure(
+def layer_magnitudes(
     llama: Llama, rows: Int[np.ndarray, "rows T"], bases: Iterator[tuple[Float[np.ndarray, "D R"], Float[np.ndarray, "D R"]]]
 ) -> Iterator[Magnitudes]:
-    """The magnitudes of every layer over all tokens of `rows`, which are sequences of their own, by exact forward passes.
+    """Yield the magnitudes of every layer over all tokens of `rows`, which are sequences of their own, by exact forward passes.
 
     bases: (U_k, U_v) of each layer, taken when the layer is reached, so that only one layer's are needed at a time. Besides the weights,
     the hidden states of all rows and the activations of one row in one layer exist. Sums are fp32; X, keys and attention have the model's

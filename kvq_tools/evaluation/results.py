@@ -126,6 +126,11 @@ class Evaluation:
         return float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes) if self.utf8_bytes else None
 
 
+def finite(value: float | None) -> float | None:
+    """Return the value, or None where it is not finite: JSON has neither inf nor nan."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def exp(nats: float) -> float:
     """exp(nats), inf where that is too large for a float."""
     with np.errstate(over="ignore"):

@@ -11,18 +11,16 @@ those of each cache, and forgotten.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LengthsB
-from kvq_jax.cache.cache import Cache, init_cache
+from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.inference.decoding import decode_step, prefill, prefill_program
+from kvq_models.inference.decoding import decode_scan, prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.forward import hidden_states
@@ -96,10 +94,11 @@ class Through:
         if self.mode == "fake":
             return _headed(self.llama, _rows(self.hidden, part), following, exact)
         if part.prompt:
-            logits, self.cache = prefill(self.llama, self.cache, now)
+            logits, self.cache = prefill_program(self.llama, self.cache, now, jnp.full(now.shape[:1], now.shape[1]), False)
             return _compared(logits[:, None], exact, following)
         if self.mode == "decode":
-            self.cache, terms = _decoded(self.llama, self.cache, now, following, exact, self.step)
+            lengths = jnp.full(now.shape[:1], now.shape[1])
+            terms, self.cache = decode_scan(self.llama, self.cache, now, lengths, (exact, following), compare, self.step)
             return terms
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
         logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
@@ -124,18 +123,3 @@ def _headed(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"], exact
 
 
 _compared = jax.jit(compare)
-
-
-@functools.partial(jax.jit, static_argnames="step", donate_argnames="cache")
-def _decoded(
-    llama: Llama, cache: Cache, now: Int[Array, "B t"], following: Int[Array, "B t"], exact: Float[Array, "B t V"], step: int
-) -> tuple[Cache, Terms]:
-    """`step` tokens after `step` tokens. Those past the cache's capacity are padding: they get nan, and are not written."""
-
-    def advance(cache: Cache, i: Array) -> tuple[Cache, Terms]:
-        tokens, targets, wanted = (lax.dynamic_slice_in_dim(a, i * step, step, 1) for a in (now, following, exact))
-        logits, cache = decode_step(llama, cache, tokens)
-        return cache, compare(logits, wanted, targets)
-
-    cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // step))
-    return cache, jax.tree.map(lambda part: jnp.moveaxis(part, 0, 1).reshape(now.shape), parts)

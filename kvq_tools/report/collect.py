@@ -17,8 +17,7 @@ from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_by
 from kvq_models.inference.memory_status import is_dense
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.evaluation.finite import finite
-from kvq_tools.evaluation.results import Bucket, Evaluation
+from kvq_tools.evaluation.results import Bucket, Evaluation, finite
 from kvq_tools.evaluation.run import Settings, evaluate_caches
 from kvq_tools.evaluation.text import TokenizedText
 from kvq_tools.report import maps, schema, times
@@ -39,7 +38,7 @@ class Plan(NamedTuple):
 
 
 def collect(
-    plan: Plan, plain: Llama, candidates: Sequence[times.Candidate], text: TokenizedText, progress: Progress | None = None
+    plan: Plan, plain: Llama, candidates: Sequence[times.PreparedCache], text: TokenizedText, progress: Progress | None = None
 ) -> schema.Report:
     """Everything. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
     config, settings = plain.config, plan.settings
@@ -71,9 +70,9 @@ def collect(
     )
 
 
-def timed(plain: Llama, candidates: Sequence[times.Candidate]) -> list[times.Candidate]:
+def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
     """The caches, after a dense one where none of them is."""
-    dense = [] if any(is_dense(c.spec) for c in candidates) else [times.Candidate("dense", kvq.parse("dense"), plain)]
+    dense = [] if any(is_dense(c.spec) for c in candidates) else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
     return [*dense, *candidates]
 
 
@@ -133,6 +132,6 @@ def _cache(
         kl_by_position=tuple(finite(p.kl) for p in parts),
         flips_by_position=tuple(p.flips for p in parts),
         flips=tuple(evaluation.flips.tolist()),
-        sizes=tuple(tuple(schema.Part(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
+        sizes=tuple(tuple(schema.ArrayBytes(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
         errors=errors,
     )

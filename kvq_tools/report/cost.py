@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, few, figure, label, legend_below, line_of, size_unit
-from kvq_tools.report.schema import Part, Report
+from kvq_tools.report.schema import ArrayBytes, Report
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
 KINDS = {"codes": 1.0, "exact rows": 0.85, "scales and zeros": 0.62, "outliers": 0.5, "prompt statistics": 0.38, "exact windows": 0.2}
@@ -75,7 +75,7 @@ def kind_of(name: str) -> str:
     return {"outliers": "outliers", "rows": "exact rows"}.get(name, "codes")
 
 
-def grouped(layer: Sequence[Part]) -> dict[tuple[str, str], int]:
+def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
     """Bytes by side and kind."""
     found: dict[tuple[str, str], int] = {}
     for part in layer:

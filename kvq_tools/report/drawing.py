@@ -54,7 +54,10 @@ Draw = Callable[[Theme], "Figure"]
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture of the page; its light PNG is also written beside the page. reading: explains it in a sentence or two; alt: describes it for readers who do not see it."""
+    """A picture of the page; its light PNG is also written beside the page.
+
+    reading: explains it in a sentence or two; alt: describes it for readers who do not see it.
+    """
 
     name: str
     title: str

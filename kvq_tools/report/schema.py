@@ -92,7 +92,7 @@ class Exact:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ArrayBytes:
     """Bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (exact), ring and sink (windows), ..."""
 
     side: str
@@ -147,7 +147,7 @@ class CacheNumbers:
     kl_by_position: tuple[float | None, ...]
     flips_by_position: tuple[int, ...]
     flips: tuple[int, ...]
-    sizes: tuple[tuple[Part, ...], ...]
+    sizes: tuple[tuple[ArrayBytes, ...], ...]
     errors: tuple[LayerErrors, ...]
 
 

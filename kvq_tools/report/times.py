@@ -28,7 +28,7 @@ STEPS = 15  # timed, after one that is not
 DIGITS = 4  # of a millisecond
 
 
-class Candidate(NamedTuple):
+class PreparedCache(NamedTuple):
     """A cache by its name, and the model with what it needs."""
 
     name: str
@@ -36,7 +36,9 @@ class Candidate(NamedTuple):
     llama: Llama
 
 
-def decode_times(candidates: Sequence[Candidate], contexts: Sequence[int], steps: int = STEPS, progress: Progress | None = None) -> Speed:
+def decode_times(
+    candidates: Sequence[PreparedCache], contexts: Sequence[int], steps: int = STEPS, progress: Progress | None = None
+) -> Speed:
     """`steps` timed decode steps of one sequence through each cache at each context; compiling and one first step are not timed.
 
     ValueError where a context has no room for the steps.
@@ -61,7 +63,7 @@ def decode_times(candidates: Sequence[Candidate], contexts: Sequence[int], steps
 class _Stepper:
     """One cache with room for a first step and `steps` timed ones; `timed()` takes one and gives its milliseconds."""
 
-    def __init__(self, candidate: Candidate, context: int, steps: int):
+    def __init__(self, candidate: PreparedCache, context: int, steps: int):
         self._llama = candidate.llama
         empty = kvq.init_cache(candidate.spec, self._llama.config, 1, context, self._llama.embed[...].dtype)
         self._cache = dataclasses.replace(empty, lengths=jnp.full_like(empty.lengths, context - steps - 1))

@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> None:
             )
             save_calibration(calibration, out)
     except KeyboardInterrupt:
-        warn(f"interrupted; the same command goes on from what is in {str(work)!r}")
-        raise
+        raise KeyboardInterrupt(f"the same command goes on from what is in {str(work)!r}") from None
     if options.work is None:
         Store.delete(work)
     result = report(calibration, options, len(ids), time.perf_counter() - started)

@@ -24,7 +24,7 @@ from kvq_jax.methods.dense import Dense
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_models.calibration.needs import fingerprint_of, needs
 from kvq_models.inference.memory_status import is_dense, quantizes
-from kvq_models.inference.method_parameters import check_calibration, how_to_calibrate
+from kvq_models.inference.method_parameters import calibration_hint, check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import doctor_outliers, inputs
@@ -247,7 +247,7 @@ def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file
     if file is None:
         keys, values = (sum(need.side == side for need in needed.values()) for side in ("k", "v"))
         return f"needed for the keys of {keys} layers and the values of {values}", [
-            f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}"
+            f"{str(spec)!r} needs a calibration: {calibration_hint(spec)}"
         ]
     stored = _stored_weights(model)
     with input_errors():

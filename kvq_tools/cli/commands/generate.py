@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """A checked request: nothing in it can fail for the user's fault but the weights."""
 
     config: LlamaConfig
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
     print(footer(done))
 
 
-def _checked(options: argparse.Namespace) -> Request:
+def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Everything that can be found wrong without the weights is found here."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     with input_errors():
@@ -131,7 +131,7 @@ def _checked(options: argparse.Namespace) -> Request:
         raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")
     prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
     inputs.check_tokens(prompt, config)
-    request = Request(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
+    request = GenerationRequest(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
     layout = kvq.layout(options.cache, config, 1, request.capacity, options.dtype)
     inputs.check_memory(layout)
     with input_errors():
@@ -161,7 +161,7 @@ def _generated(generation: TimedGeneration, continuation: Continuation, steps: i
 
 
 def _report(
-    generation: TimedGeneration, cache: Cache, request: Request, ids: list[int], implementations: tuple[str, ...]
+    generation: TimedGeneration, cache: Cache, request: GenerationRequest, ids: list[int], implementations: tuple[str, ...]
 ) -> dict[str, Any]:
     """What was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)

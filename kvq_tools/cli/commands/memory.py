@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     context = options.context or config.max_position_embeddings
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget
-        measured = [{"name": text} | measure(spec, config, *sizes, options.roofline) for text, spec in options.cache]
+        caches = [{"name": text} | describe(spec, config, *sizes, options.roofline) for text, spec in options.cache]
     result = {
         "model": options.model,
         "context": context,
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> None:
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
         "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
-        "caches": measured,
+        "caches": caches,
     }
     print_json(result) if options.json else _print(result)
 
 
-def measure(
+def describe(
     spec: kvq.CacheSpec,
     config: LlamaConfig,
     batch: int,
@@ -88,7 +88,7 @@ def measure(
     budget: int | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
-    """The numbers of one cache, all counted from its layout; `roofline` only for a device."""
+    """Return the numbers of one cache, all counted from its layout; `roofline` only for a device."""
     layout = kvq.layout(spec, config, batch, context, dtype)
     size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
     return {

@@ -68,10 +68,9 @@ def run(
     """Answers greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); exact rows have its dtype.
 
     batch: the most prompts that run together; the scores do not depend on it (but for the rounding of sums). Generation ends at the
-    model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. ValueError as
-    `check_samples`.
+    model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. Samples
+    fit the model (`check_samples`).
     """
-    check_samples(samples, llama.config)
     rows = list(batches(samples, llama.config, batch))
     for indices in rows if progress is None else progress(rows, message):
         found = _generated(llama, spec, task, [samples[i] for i in indices], prompts)

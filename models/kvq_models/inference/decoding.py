@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.array_types import LengthsB
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, dims_of
@@ -116,24 +117,45 @@ def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | No
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
-    """The compiled part of `score`."""
-    batch, length = tokens.shape
-    chunk = min(SCORE_CHUNK, length)
-    steps = -(-length // chunk)
-    padded = jnp.pad(tokens, ((0, 0), (0, steps * chunk + 1 - length)))
+    """Run the compiled part of `score`."""
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    logprobs, cache = decode_scan(llama, cache, tokens, lengths, (following,), _logprobs, min(SCORE_CHUNK, tokens.shape[1]))
+    index = jnp.arange(tokens.shape[1])[None]
+    return jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))), cache
 
-    def step(cache: Cache, i: Array) -> tuple[Cache, Array]:
-        at = i * chunk
-        now, following = (lax.dynamic_slice_in_dim(padded, at + shift, chunk, axis=1) for shift in (0, 1))
-        index = at + jnp.arange(chunk)[None]
-        hidden, cache = _advance(llama, cache, now, index < lengths[:, None], decode_layer)
-        logprobs = jax.nn.log_softmax(llama.logits(hidden), axis=-1)
-        found = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
-        return cache, jnp.where(index + 1 < lengths[:, None], found, 0)
 
-    cache, chunks = lax.scan(step, cache, jnp.arange(steps))
-    following = jnp.moveaxis(chunks, 0, 1).reshape(batch, steps * chunk)
-    return jnp.pad(following, ((0, 0), (1, 0)))[:, :length], cache
+def _logprobs(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), following[..., None], axis=-1)[..., 0]
+
+
+@functools.partial(jax.jit, static_argnames=("reduce", "step"), donate_argnames="cache")
+def decode_scan(
+    llama: Llama,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: LengthsB,
+    beside: tuple[Array, ...],
+    reduce: Callable[..., Any],
+    step: int,
+) -> tuple[Any, Cache]:
+    """Decode given tokens, `step` of them after the other, as `decode_step` would. Returns (terms, cache).
+
+    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of arrays [B, step], put together to [B, T]; so
+    [B, T, V] logits never exist. Rows have lengths [B] of tokens; logits past them and past the capacity are nan, and nothing is written.
+    """
+    length = tokens.shape[1]
+    steps = -(-length // step)
+    padded = [jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2))) for a in (tokens, *beside)]
+
+    def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
+        now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
+        index = jnp.arange(step)[None]
+        valid = (i * step + index < lengths[:, None]) & (cache.lengths[:, None] + index < cache.capacity)
+        hidden, cache = _advance(llama, cache, now, valid, decode_layer)
+        return cache, reduce(jnp.where(valid[..., None], llama.logits(hidden), jnp.nan), *others)
+
+    cache, terms = lax.scan(one, cache, jnp.arange(steps))
+    return jax.tree.map(lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms), cache
 
 
 def _advance(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,12 +22,12 @@ from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.base import Method
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
 from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.inference.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import Llama
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
-Progress = Callable[[Sequence[int], str], Iterable[int]]  # shows how far a loop over layers is
 Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
 
 
@@ -95,7 +95,7 @@ def check_calibration(
     """
     if calibration is None:
         if needs(spec, config):
-            raise ValueError(f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}")
+            raise ValueError(f"{str(spec)!r} needs a calibration: {calibration_hint(spec)}")
         return None
     if not isinstance(calibration, Calibration):
         return read_calibration(calibration, spec, config, model_fingerprint)
@@ -103,7 +103,7 @@ def check_calibration(
     return calibration
 
 
-def how_to_calibrate(spec: CacheSpec) -> str:
+def calibration_hint(spec: CacheSpec) -> str:
     return f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then give --calibration F.safetensors"
 
 

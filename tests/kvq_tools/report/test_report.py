@@ -151,7 +151,7 @@ def test_times_are_taken_at_the_context_they_name(report, model, monkeypatch):
         return decode_step(llama, cache, token)
 
     monkeypatch.setattr(times, "decode_step", seen)
-    stepper = times._Stepper(times.Candidate("int4", kvq.parse("int4"), model[0]), CONTEXT, STEPS)
+    stepper = times._Stepper(times.PreparedCache("int4", kvq.parse("int4"), model[0]), CONTEXT, STEPS)
     samples = [stepper.timed() for _ in range(STEPS)]
     assert set(lengths) == {CONTEXT}
     assert int(stepper._cache.lengths[0]) == CONTEXT, "the last step does not fill the context"
