@@ -9,18 +9,38 @@ import zipfile
 
 import pytest
 
+import kvq_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 OURS = {"kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every file of the wheel, built as `pip install .` builds it."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built as `pip install .` builds it."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    (wheel,) = folder.glob("kvq_jax-*.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
+    (file,) = folder.glob("kvq_jax-*.whl")
+    return zipfile.ZipFile(file)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: zipfile.ZipFile) -> set[str]:
+    """Every file of the wheel."""
+    return set(wheel.namelist())
+
+
+def test_the_version_is_that_of_the_package(wheel: zipfile.ZipFile, installed: set[str]):
+    (metadata,) = (name for name in installed if name.endswith(".dist-info/METADATA"))
+    assert f"\nVersion: {kvq_jax.__version__}\n" in wheel.read(metadata).decode()
+
+
+def test_the_version_is_read_without_importing_jax():
+    """As an isolated build reads it, in which JAX is not installed."""
+    read = "from setuptools.config import expand; print(expand.read_attr('kvq_jax.__version__', None, sys.argv[1]))"
+    command = [sys.executable, "-c", f"import sys; sys.modules['jax'] = None; {read}", str(ROOT)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip() == kvq_jax.__version__
 
 
 def test_no_package_is_installed_whose_name_could_shadow_a_users_folder(installed: set[str]):

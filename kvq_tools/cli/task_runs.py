@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser, text: str) -> None:
-    """The arguments of tasks that make their own samples."""
+    """Add the arguments of tasks that make their own samples."""
     parser.add_argument("--data", metavar="FILE", help="ready-made samples, one JSON object a line, in place of generated ones")
     parser.add_argument(
         "--lengths",
@@ -100,7 +100,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
-    """lengths, depths, count, seed and text, for `generated`."""
+    """Return lengths, depths, count, seed and text, for a task's `generated`."""
     most = min(config.max_position_embeddings, MOST_LENGTH)
     return {
         "lengths": options.lengths or (most // 4, most // 2, most),
@@ -112,7 +112,7 @@ def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
-    """UserError where an option of generated samples stands beside --data."""
+    """Raise UserError where an option of generated samples stands beside --data."""
     given = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
     if options.data is not None and given:
         raise UserError(f"--{given[0]} is for generated samples, and --data gives ready-made ones")
@@ -171,7 +171,7 @@ def _write(path: str | None, line: Mapping[str, Any]) -> None:
 
 
 def described(sample: Sample, answer: Answer) -> dict[str, Any]:
-    """One answer with what is known about its sample."""
+    """Return one answer with the facts about its sample."""
     return {
         "index": answer.index,
         **sample.labels,
@@ -185,7 +185,7 @@ def described(sample: Sample, answer: Answer) -> dict[str, Any]:
 
 
 def summary(samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]) -> dict[str, Any]:
-    """Means of all scores, over everything and for every value of each label, and the answers themselves."""
+    """Return the mean scores, over all answers and for every value of each label, and the answers themselves."""
     by_label = {}
     for label in groups:
         values = sorted({samples[a.index].labels[label] for a in answers if samples[a.index].labels.get(label) is not None})
@@ -199,7 +199,7 @@ def _means(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Of the cache of the longest sample alone."""
+    """Return the sizes of the longest sample's cache."""
     longest = max(capacity(sample, config) for sample in samples)
     size = kvq.nbytes(kvq.layout(spec, config, 1, longest, CACHE_DTYPE))
     bits = kvq.bits_per_element(spec, config, longest, CACHE_DTYPE)

@@ -1,4 +1,4 @@
-"""Generation with a stopwatch: compiled first, then prefill and decoding timed apart. The tokens are those of `kvq_models.generate`."""
+"""Time generation: compile first, then time prefill and decoding apart. The tokens are those of `kvq_models.generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvq_models.llama.model import Llama
 
 
 class TimedGeneration:
-    """One prompt's generation. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
+    """The generation of one prompt. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
 
     compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
     device is done, without it.
@@ -58,7 +58,7 @@ class TimedGeneration:
         return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
 
     def segments(self, steps: int) -> Iterator[Generated]:
-        """All tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
+        """Yield all tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
         started = time.perf_counter()
         state = jax.block_until_ready(self._start(self._llama, self._cache, self._tokens, self._lengths))
         self.prefill_seconds = time.perf_counter() - started
@@ -73,6 +73,6 @@ class TimedGeneration:
             yield Generated(state.tokens, state.lengths, state.cache, state.logprobs)
 
     def run(self) -> Generated:
-        """The whole generation."""
+        """Run the whole generation and return it."""
         *_, last = self.segments(self._max_new_tokens)
         return last

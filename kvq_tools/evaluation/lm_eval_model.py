@@ -59,7 +59,7 @@ SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """What generate_until requests have in common that run together."""
+    """The settings that generate_until requests share when they run together."""
 
     max_new_tokens: int
     stops: tuple[str, ...]
@@ -131,7 +131,7 @@ class KvqLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval's results say of the model."""
+        """Return what lm-eval's results record about the model."""
         return {"pretrained": self.pretrained, "cache": str(self.spec), "max_length": self.max_length, "context": self.context}
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -143,14 +143,15 @@ class KvqLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Special tokens as the tokenizer adds them, unless told otherwise; a text that begins with the prefix token gets none."""
+        """Encode a text, with special tokens as the tokenizer adds them unless told otherwise, and none where it begins with the prefix
+        token."""
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, verbose=False, **chosen).input_ids)  # quiet about lengths: they are cut later
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows of max_length that overlap by one token."""
+        """Return the log-probability of each text, in windows of max_length that overlap by one token."""
         windows = [
             [make_disjoint_window(w) for w in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)]
             for (text,) in (request.args for request in requests)
@@ -165,7 +166,7 @@ class KvqLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether each token was the likeliest) of continuations, from (what it answers, context, continuation)."""
+        """Return (log-probability, whether each token was the likeliest) for requests of (cache key, context, continuation)."""
         rows = [self._row(context, continuation) for _, context, continuation in requests]
         # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more than the inputs
         inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
@@ -182,7 +183,7 @@ class KvqLM(TemplateLM):
         return [found[i] for i in range(len(rows))]
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The tokens of a request: the inputs and, last, what only is predicted."""
+        """Return the tokens of a request: the inputs, then the one token that is only predicted."""
         if not context or not 1 <= len(continuation) <= self.max_length:
             raise ValueError(
                 f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; it needs at least one of each, "
@@ -191,7 +192,7 @@ class KvqLM(TemplateLM):
         return (context + continuation)[-(self.max_length + 1) :]
 
     def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
-        """Of rows (tokens, length of the continuation) that run together in a cache of this capacity."""
+        """Score rows (tokens, length of the continuation) that run together in a cache of this capacity."""
         prompts = [len(row) - 1 - new if self.context == "prefill" else 0 for row, new in rows]
         cache = init_cache(self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype)
         if any(prompts):
@@ -211,7 +212,7 @@ class KvqLM(TemplateLM):
         return [(float(logprobs[i, part].sum()), bool(greedy[i, part].all())) for i, part in enumerate(scored)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each prompt: up to a stop string, an end-of-sequence token or max_gen_toks, greedily or as the task samples."""
+        """Continue each prompt up to a stop string, an end-of-sequence token or max_gen_toks, greedily or as the task samples."""
         settings = [self._generation(options) for _, options in (request.args for request in requests)]
         samples = []
         for request, own in zip(requests, settings, strict=True):
@@ -246,7 +247,7 @@ class KvqLM(TemplateLM):
         return _Generation(new, tuple(stop for stop in stops if stop), sampling)
 
     def _generated(self, samples: list[Sample], own: _Generation, key: Array) -> list[str]:
-        """Texts of samples that run together."""
+        """Generate the texts of samples that run together."""
         config, room = self.llama.config, capacity(samples[0], self.llama.config)
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         # stop strings that are special tokens never stand in a text

@@ -1,4 +1,4 @@
-"""One cache in one of three modes, a slice of positions at a time.
+"""Run a text through a cache in one of three modes, a slice of positions at a time.
 
     decode    token after token through the cache, as generation reads it. The truth. A step of several tokens equals as many
               single steps and is quicker; single ones are what fused kernels serve, where a GPU has them.
@@ -43,7 +43,7 @@ class Slice(NamedTuple):
 
 
 def slices(mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP) -> tuple[Slice, ...]:
-    """What a window of `length` tokens is cut into. The last slice may reach past the window; all but the prompt are equally long."""
+    """Cut a window of `length` tokens into slices. The last slice may reach past the window; all but the prompt are equally long."""
     if mode == "chunked":
         size = min(chunk, length)
     else:
@@ -79,7 +79,7 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch: what it makes of slice after slice, which must be given in order."""
+    """One cache on a batch: returns the terms of slice after slice, which must be given in order."""
 
     def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP):
         self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
@@ -106,7 +106,7 @@ class Through:
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> HiddenBTD:
-    """The slice's rows; zeros past the window, where nothing is scored."""
+    """Return the slice's rows; zeros past the window, where nothing is scored."""
     rows = hidden[:, part.first : part.stop]
     return jnp.pad(rows, ((0, 0), (0, part.stop - part.first - rows.shape[1]), (0, 0)))
 

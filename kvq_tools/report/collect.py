@@ -1,4 +1,4 @@
-"""The numbers of a report, from a model, a text's tokens and caches."""
+"""Collect the numbers of a report, from a model, a text's tokens and caches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kvq_tools.report import maps, schema, times
 
 
 class Plan(NamedTuple):
-    """What to collect. buckets: parts of a window in numbers by position; contexts: of decode steps, none to time nothing; sample: tokens
-    of magnitudes and errors."""
+    """A request for numbers. buckets: parts of a window in numbers by position; contexts: of decode steps, none to time nothing; sample:
+    tokens of magnitudes and errors."""
 
     model: str
     text: str
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 def collect(
     plan: Plan, plain: Llama, candidates: Sequence[times.PreparedCache], text: TokenizedText, progress: Progress | None = None
 ) -> schema.Report:
-    """Everything. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
+    """Collect all numbers. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
@@ -71,7 +71,7 @@ def collect(
 
 
 def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
-    """The caches, after a dense one where none of them is."""
+    """Return the caches, after a dense one where none of them is."""
     dense = [] if any(is_dense(c.spec) for c in candidates) else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
     return [*dense, *candidates]
 

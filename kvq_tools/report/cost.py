@@ -1,4 +1,4 @@
-"""What a cache costs: bytes layer by layer, and the time of a decode step."""
+"""Draw the cost of a cache: bytes layer by layer, and the time of a decode step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sizes(report: Report) -> Picture:
 
 
 def kind_of(name: str) -> str:
-    """What an array of a cache is for."""
+    """Return the use of a cache's array."""
     if name in ("ring", "sink"):
         return "exact windows"
     if name == "stats":
@@ -76,7 +76,7 @@ def kind_of(name: str) -> str:
 
 
 def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
-    """Bytes by side and kind."""
+    """Add up a layer's bytes by side and kind."""
     found: dict[tuple[str, str], int] = {}
     for part in layer:
         key = part.side, kind_of(part.name)
@@ -85,7 +85,7 @@ def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
 
 
 def speed(report: Report) -> Picture | None:
-    """The fastest decode step in ms against the context in tokens; None where none was timed."""
+    """Draw the fastest decode step in ms against the context in tokens; None where none was timed."""
     measured = report.speed
     if measured is None:
         return None

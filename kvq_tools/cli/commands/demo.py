@@ -1,4 +1,4 @@
-"""`kvq demo`: the whole of kvq on a small model in about a minute. Several caches, one table."""
+"""`kvq demo`: compare several caches on a small model, in about a minute."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
-    """Splits a text of at most `context` tokens in the middle."""
+    """Split a text of at most `context` tokens in the middle."""
     ids = ids[: min(context, config.max_position_embeddings)]
     inputs.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
@@ -132,7 +132,7 @@ def _passage() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One cache's share of the demo."""
+    """One cache of the demo."""
 
     name: str
     spec: kvq.CacheSpec
@@ -172,7 +172,7 @@ class Row:
 
 
 def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> list[TimedGeneration]:
-    """`function` of every row, several at a time: XLA compiles without Python's lock."""
+    """Call `function` on every row, several at a time: XLA compiles without Python's lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         return list(pool.map(function, rows))
@@ -181,7 +181,7 @@ def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> 
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds how many tokens each row generated before it first differs from the dense cache; None where no row is dense."""
+    """Add the number of tokens that each row generates before it first differs from the dense cache; None where no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
         pairs = enumerate(zip(row["tokens"], dense or [], strict=False))

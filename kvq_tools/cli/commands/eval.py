@@ -1,4 +1,4 @@
-"""`kvq eval`: what caches do to a model's predictions of a text."""
+"""`kvq eval`: compare caches by a model's predictions of a text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def report(
     found: Sequence[Evaluation],
     seconds: float,
 ) -> dict[str, Any]:
-    """All numbers, from the evaluations of the caches in their order."""
+    """Return all numbers, from the evaluations of the caches in their order."""
     first = found[0]
     parts = first.by_position(options.buckets)
     bf16 = kvq.dense_nbytes(config, 1, first.window)
@@ -167,7 +167,7 @@ def _detail(result: dict[str, Any]) -> str:
 
 
 def _print_positions(result: dict[str, Any]) -> None:
-    """Numbers by position, but for parts of a window in which nothing was scored."""
+    """Print the numbers by position, without the parts of a window in which nothing was scored."""
     held = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
     columns = ("by position in the window", "", *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in held)))
 

@@ -1,4 +1,4 @@
-"""`kvq memory`: how large a cache will be, from config.json alone."""
+"""`kvq memory`: count the bytes of a cache, from config.json alone."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def describe(
 
 
 def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
-    """The largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
+    """Return the largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
 
     def fits(capacity: int) -> bool:
         return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
@@ -126,7 +126,7 @@ def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype:
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
-    """Bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
+    """Return the bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
 
     A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode.
     Everything else is counted as stored.

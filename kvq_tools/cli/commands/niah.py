@@ -1,4 +1,4 @@
-"""`kvq niah`: needles in a haystack, as RULER hides them."""
+"""`kvq niah`: ask for needles in a haystack, as RULER hides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvq passkey`: does a number that a long text states once survive the cache?"""
+"""`kvq passkey`: ask for a number that a long text states once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvq report`: one self-contained page with pictures, from a model, a text and caches."""
+"""`kvq report`: write one self-contained page with pictures, from a model, a text and caches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ examples:
 
 
 def contexts(text: str) -> tuple[int, ...]:
-    """The type of --contexts."""
+    """Parse --contexts."""
     if text == NO_CONTEXTS:
         return ()
     return tuple(sorted({inputs.positive(part.strip()) for part in text.split(",")}))
@@ -147,7 +147,7 @@ def _argument(name: str) -> str:
 
 
 def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, ...]) -> str:
-    """A command line that makes the same report, with what was chosen for the user written out."""
+    """Return a command line that makes the same report, with the defaults that were chosen written out."""
     parts: list[Any] = ["kvq", "report", options.model, "--text", options.text]
     for name, _ in options.cache:
         parts += ["--cache", name]
@@ -167,7 +167,7 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
 
 
 def summary(report: schema.Report, written: list[Path]) -> dict[str, Any]:
-    """For --json: what was written, and the numbers of each cache; report.json has the rest."""
+    """Return the written files and the main numbers of each cache, for --json; report.json has the rest."""
     on_front = zip(front_by(report, "kl"), front_by(report, "perplexity"), strict=True)
     return {
         "command": report.command,

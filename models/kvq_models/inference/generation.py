@@ -1,4 +1,4 @@
-"""Generating text: a prompt, then a compiled loop of sample and `decode_step`."""
+"""Generate text: a prompt, then a compiled loop of sample and `decode_step`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Generated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GenerationState:
-    """The loop's state: next logits, what was generated so far, which rows have ended."""
+    """The state of the loop: next logits, the tokens so far, the rows that have ended."""
 
     cache: Cache
     logits: Float[Array, "B V"]
@@ -61,7 +61,7 @@ def generate(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Generated:
-    """Continues prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
+    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
     one of `eos_ids`.
 
     Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and
@@ -85,7 +85,7 @@ def generate_stream(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Iterator[Generated]:
-    """`generate` in segments of a few tokens: yields all tokens so far after each. The tokens are those of `generate`.
+    """Generate in segments of a few tokens, yielding all tokens so far after each. The tokens are those of `generate`.
 
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
@@ -110,7 +110,7 @@ def start(
     sampling: Sampling,
     implementation: Implementation = None,
 ) -> GenerationState:
-    """Checks a request, adds its prompts to the cache, and sets out. Errors as `generate`."""
+    """Check a request, add its prompts to the cache, and return the loop's first state. Errors as `generate`."""
     sampling.check()
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
@@ -141,7 +141,7 @@ def advance(
     eos_ids: tuple[int, ...],
     implementation: Implementation = None,
 ) -> GenerationState:
-    """Generates until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
+    """Generate until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
 
     def go_on(now: GenerationState) -> Array:
         return (now.step < until) & ~jnp.all(now.ended)
