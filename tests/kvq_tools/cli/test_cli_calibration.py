@@ -55,7 +55,7 @@ def no_weights(monkeypatch, *commands):
         raise ValueError("weights were read")
 
     for command in commands:
-        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{command}"), "load_llama", stop)
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.commands.{command}"), "load_llama", stop)
 
 
 # --- calibrate ----------------------------------------------------------------------------------------------------------------------------

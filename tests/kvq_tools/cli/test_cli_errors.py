@@ -60,7 +60,7 @@ BEFORE_WEIGHTS = {
 @pytest.mark.parametrize("case", BEFORE_WEIGHTS)
 def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, bare, tmp_path, run, monkeypatch):
     for name in ("generate", "demo"):
-        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{name}"), "load_llama", stop_before_weights)
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.commands.{name}"), "load_llama", stop_before_weights)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00abc")
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "broken").mkdir()
