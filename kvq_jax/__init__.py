@@ -24,12 +24,15 @@ from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.rope import Rope
 
+__version__ = "0.1.0"  # the distribution's: pyproject.toml reads it here
+
 __all__ = [
     "METHODS",
     "Cache",
     "CacheSpec",
     "LayerInputs",
     "Rope",
+    "__version__",
     "bits_per_element",
     "body_bits_per_element",
     "components",

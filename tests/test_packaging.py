@@ -13,6 +13,8 @@ import zipfile
 
 import pytest
 
+import kvq_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 OURS = {"kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
@@ -74,6 +76,18 @@ def test_the_files_that_code_opens_travel_with_the_packages(installed: set[str])
     others = {"kvq_tools/cli/passage.txt", "kvq_tools/report/page.html.jinja", "kvq_jax/methods/kivi/README.md"}
     assert embedded | typed | others <= installed
     assert (ROOT / "models/kvq_models/embedded/model.safetensors").stat().st_size < 16e6
+
+
+def test_the_version_is_that_of_the_package(wheel: pathlib.Path, installed: set[str]):
+    (metadata,) = (name for name in installed if name.endswith(".dist-info/METADATA"))
+    assert f"\nVersion: {kvq_jax.__version__}\n" in zipfile.ZipFile(wheel).read(metadata).decode()
+
+
+def test_the_version_is_read_without_importing_jax():
+    """As an isolated build reads it, in which JAX is not installed."""
+    read = "from setuptools.config import expand; print(expand.read_attr('kvq_jax.__version__', None, sys.argv[1]))"
+    command = [sys.executable, "-c", f"import sys; sys.modules['jax'] = None; {read}", str(ROOT)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip() == kvq_jax.__version__
 
 
 def test_the_snippet_of_readme_runs_from_an_empty_folder(site: pathlib.Path, tmp_path: pathlib.Path):

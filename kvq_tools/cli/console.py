@@ -1,11 +1,9 @@
-"""How commands talk: errors of one line, tables, JSON, progress. Results go to stdout, everything else to stderr."""
+"""Talk to the user: errors of one line, tables, JSON, progress. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
-import _thread
 import json
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,7 +21,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class UserError(Exception):
-    """Something that the user can put right. Its text is one line; `main` prints it and exits with 2."""
+    """An error that the user can put right. Its text is one line; `main` prints it and exits with 2."""
 
     def __init__(self, message: object):
         super().__init__(" ".join(str(message).split()))
@@ -31,40 +29,11 @@ class UserError(Exception):
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Around reading and checking what a user gave: there these exceptions speak of the input, elsewhere they are bugs with a traceback."""
+    """Turn errors into UserError while the user's input is read and checked; elsewhere the same exceptions are bugs with a traceback."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(error) from error
-
-
-@contextmanager
-def kept_interrupts() -> Iterator[None]:
-    """Repeats a Ctrl-C that Python would drop: JAX has a callback in garbage collections, and what is raised in there is only printed."""
-    report = sys.unraisablehook
-    lost, done = threading.Event(), threading.Event()
-
-    def note(dropped: sys.UnraisableHookArgs) -> None:
-        if isinstance(dropped.exc_value, KeyboardInterrupt):
-            lost.set()  # and nothing else: an interrupt that arrives in here would be dropped too
-        else:
-            report(dropped)
-
-    def repeat() -> None:
-        while lost.wait() and not done.is_set():
-            lost.clear()
-            done.wait(0.1)  # until the hook and the collection are over
-            if not done.is_set():
-                _thread.interrupt_main()
-
-    threading.Thread(target=repeat, daemon=True).start()
-    sys.unraisablehook = note
-    try:
-        yield
-    finally:
-        sys.unraisablehook = report
-        done.set()
-        lost.set()
 
 
 def warn(message: str) -> None:
@@ -76,7 +45,7 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[str] = ()) -> None:
-    """A titled table on stdout; columns named in `numeric` are aligned to the right. Cells are printed as they are."""
+    """Print a titled table; columns named in `numeric` are aligned to the right. Cells are printed as they are."""
     table = Table()
     for column in columns:
         table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
@@ -91,7 +60,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def format_bytes(size: int) -> str:
-    """1536 -> 1.50 KiB."""
+    """Return a size with its unit: 1536 is 1.50 KiB."""
     value, unit = float(size), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -100,7 +69,7 @@ def format_bytes(size: int) -> str:
 
 @contextmanager
 def progress(message: str) -> Iterator[None]:
-    """Says on stderr what goes on: a spinner in a terminal, a line elsewhere."""
+    """Show the message on stderr: beside a spinner in a terminal, as a line elsewhere."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(Text(message)):
@@ -111,7 +80,7 @@ def progress(message: str) -> Iterator[None]:
 
 
 def bar(items: Sequence[T], message: str) -> Iterator[T]:
-    """The items of a long loop, with a bar on stderr in a terminal and a line elsewhere; neither where there are none."""
+    """Yield the items of a long loop, with a bar on stderr in a terminal and a line elsewhere; neither where there are no items."""
     shown = sys.stderr.isatty()
     if items and not shown:
         print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Turning generated tokens into text while they come.
+"""Turn generated tokens into text as they come.
 
 A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are
 decoded, prompt included, and only what later tokens cannot change is shown.
@@ -19,14 +19,14 @@ class Continuation:
         self._before = "" if tokenizer is None else self._decode(prompt)
 
     def text(self, ids: list[int]) -> str:
-        """The text of the tokens `ids` after the prompt."""
+        """Return the text of the tokens `ids` after the prompt."""
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         whole = self._decode([*self._prompt, *ids])
         return whole.removeprefix(self._before) if whole.startswith(self._before) else self._decode(ids)
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
-        """What can be shown now and was not before; `ids` are all tokens so far. An unfinished character waits for its end."""
+        """Return the new text that later tokens cannot change; `ids` are all tokens so far. An unfinished character waits for its end."""
         text = self.text(ids)
         stable = text if last else text.rstrip(UNFINISHED)
         new, self._shown = stable[self._shown :], max(self._shown, len(stable))

@@ -1,4 +1,4 @@
-"""`kvq doctor MODEL --outliers`: which channels of the keys have outliers, by the weights alone, and whether a text agrees."""
+"""`kvq doctor MODEL --outliers`: predict the outlier channels of the keys from the weights alone, and check them on a text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, bar, input_errors, print_json, print_table, progress, warn
 from kvq_tools.evaluation import outlier_channels
-from kvq_tools.evaluation.finite import finite
 from kvq_tools.evaluation.outlier_channels import TOPS, Decomposition, Magnitudes, Peak
+from kvq_tools.evaluation.results import finite
 
 TOKENS, ROW = 4096, 1024  # of the text, and of each sequence that it is cut into
 FEW = 64  # tokens that are too few for means
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def differences(config: LlamaConfig) -> list[str]:
-    """What keeps this model's keys from being X W_k."""
+    """Return the reasons why this model's keys are not X W_k."""
     notes = []
     if config.qkv_bias:
         notes.append(
@@ -68,7 +68,7 @@ def differences(config: LlamaConfig) -> list[str]:
 
 
 def weights_alone(model: str, config: LlamaConfig) -> tuple[list[dict[str, Any]], list[str]]:
-    """What the weights say of every layer; reads two projections of a layer at a time."""
+    """Return every layer's predictions and the notes to them, reading two projections of a layer at a time."""
     with input_errors():
         directory = checkpoint.checkpoint_directory(inputs.locate(model), checkpoint.CONFIG_FILES + checkpoint.WEIGHT_FILES)
         stored = checkpoint.read_headers(checkpoint.weight_files(directory))
@@ -111,7 +111,7 @@ def _channel(index: int, head_dim: int) -> dict[str, int]:
 
 
 def read_windows(options: argparse.Namespace, config: LlamaConfig) -> np.ndarray:
-    """[rows, T] token ids: consecutive pieces of the text, found before any weight is read."""
+    """Return token ids [rows, T], consecutive pieces of the text, before any weight is read."""
     tokenizer = inputs.need_tokenizer(options.model, "read the text")
     beginning = inputs.read_text(options.text)[: 16 * TOKENS]  # a book would take long to encode; tokens are shorter than that
     if not beginning.strip():
@@ -125,7 +125,7 @@ def read_windows(options: argparse.Namespace, config: LlamaConfig) -> np.ndarray
 
 
 def on_a_text(options: argparse.Namespace, windows: np.ndarray) -> tuple[list[dict[str, Any]], list[str]]:
-    """Predictions for every layer, and what the model's forward pass over the text shows."""
+    """Return every layer's predictions beside what the model's forward pass over the text shows, and notes."""
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
     head_dim, said, layers = llama.config.head_dim, [], []
@@ -138,13 +138,13 @@ def on_a_text(options: argparse.Namespace, windows: np.ndarray) -> tuple[list[di
             yield keys.u, values.u
 
     with input_errors():
-        for magnitudes in outlier_channels.measure(llama, windows, bases()):
+        for magnitudes in outlier_channels.layer_magnitudes(llama, windows, bases()):
             layers.append(said[-1] | {"measured": measured(magnitudes, said[-1]["k"]["predicted"], head_dim)})
     return layers, [f"{windows.shape[0]} pieces of {windows.shape[1]} tokens, {options.dtype}"]
 
 
 def measured(magnitudes: Magnitudes, predicted: list[dict[str, Any]], head_dim: int) -> dict[str, Any]:
-    """Of one layer: how much a latent channel stands out, the largest channel of the keys, and at which place it was predicted."""
+    """Return, for one layer, the outlier among the latent channels, the largest channel of the keys, and the place of its prediction."""
     flat = [entry["head"] * head_dim + entry["channel"] for entry in predicted]
 
     def truth(found: Peak) -> dict[str, Any]:
@@ -163,7 +163,8 @@ def _latent(found: Peak) -> dict[str, Any]:
 
 
 def accuracy(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Table B.2 of this model and text, of the keys and of X W_k alone; and how often the largest latent channel is the first."""
+    """Return Table B.2 for this model and text, for keys and for X W_k alone, and the share of layers whose first latent channel is
+    largest."""
 
     def of(truth: str) -> dict[str, float]:
         return {str(k): share for k, share in outlier_channels.accuracies([layer["measured"][truth]["place"] for layer in layers]).items()}

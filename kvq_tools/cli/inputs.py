@@ -1,4 +1,4 @@
-"""What several commands take from their user: a model, caches, a prompt. Everything is checked before any weight is read."""
+"""Parse and check the input that commands share: a model, caches, a prompt. Everything is checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """--calibration; with `several`, for commands that take several caches."""
+    """Add --calibration; with `several`, for commands that take several caches."""
     text = "what kvq calibrate wrote, for a cache that needs it" + ("; may be given several times" if several else "")
     parser.add_argument("--calibration", metavar="F", action="append" if several else "store", help=text)
 
 
 def cache_spec(text: str) -> kvq.CacheSpec:
-    """The type of --cache."""
+    """Parse --cache."""
     try:
         return kvq.parse(text)
     except ValueError as error:
@@ -58,33 +58,33 @@ def cache_spec(text: str) -> kvq.CacheSpec:
 
 
 class NamedCache(NamedTuple):
-    """A cache as it was written, for tables: str(spec) leaves defaults out."""
+    """A cache and its text as the user wrote it, for tables: str(spec) leaves defaults out."""
 
     text: str
     spec: kvq.CacheSpec
 
 
 def named_cache(text: str) -> NamedCache:
-    """The type of --cache where several caches are compared."""
+    """Parse --cache where several caches are compared."""
     return NamedCache(text, cache_spec(text))
 
 
 def positive(text: str) -> int:
-    """The type of counts: an integer of at least 1."""
+    """Parse a count: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """The type of --seed: what every random generator takes, and no two of which JAX confuses."""
+    """Parse --seed: a number that every random generator takes, and that JAX does not cut to 32 bits."""
     if not text.isdecimal() or int(text) > MOST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {MOST_SEED}")
     return int(text)
 
 
 def byte_size(text: str) -> int:
-    """The type of sizes: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024."""
+    """Parse a size: 24GiB, 500MB, 1000000. KB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 500MB or a number of bytes")
@@ -94,7 +94,7 @@ def byte_size(text: str) -> int:
 
 
 def token_ids(text: str) -> list[int]:
-    """The type of --prompt-ids: 1,2,3."""
+    """Parse --prompt-ids, such as 1,2,3."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -102,7 +102,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def locate(model: str) -> str:
-    """MODEL as `load_llama` takes it: the word `embedded` becomes the path of the model that ships with the package."""
+    """Return MODEL as `load_llama` takes it: the word `embedded` becomes the path of the model that ships with the package."""
     if model != EMBEDDED:
         return model
     path = importlib.resources.files("kvq_models") / EMBEDDED
@@ -112,7 +112,7 @@ def locate(model: str) -> str:
 
 
 def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
-    """The model's configuration, after checking that every cache fits it."""
+    """Read the model's configuration and check that every cache fits it."""
     with input_errors():
         config = checkpoint.read_config(locate(model))
         for spec in specs:
@@ -122,7 +122,7 @@ def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
 
 
 def calibrations(config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Sequence[str]) -> list[str | None]:
-    """The file that each cache is to be prepared with, None for caches that need none, after everything was compared but the weights."""
+    """Return the file that each cache is to be prepared with, None for caches that need none. Everything but the weights is compared."""
     with input_errors():
         chosen = [_calibration(spec, config, files) if needs(spec, config) else None for spec in specs]
     unused = [file for file in files if file not in chosen]
@@ -132,7 +132,7 @@ def calibrations(config: LlamaConfig, specs: Sequence[kvq.CacheSpec], files: Seq
 
 
 def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str]) -> str:
-    """The first file that is a calibration for this cache."""
+    """Return the first file that is a calibration for this cache."""
     errors = []
     for file in files or (None,):
         try:
@@ -145,7 +145,7 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
 
 
 def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
-    """Where nothing is read quantized though another cache than the exact one was asked for, the numbers say nothing of it.
+    """Warn where no quantized token is ever read though the cache is not dense: the numbers then say nothing about it.
 
     cache: its layout; read: tokens in it when it is last read, None where windows do not matter; where: in words, for the warning.
     """
@@ -158,7 +158,7 @@ def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> 
 
 
 def raw_config(model: str) -> dict[str, Any]:
-    """config.json as it is written; for what `LlamaConfig` does not keep."""
+    """Read config.json as it is written, with the fields that `LlamaConfig` does not keep."""
     with input_errors():
         return checkpoint.read_json(checkpoint.checkpoint_directory(locate(model), checkpoint.CONFIG_FILES) / "config.json")
 
@@ -172,14 +172,14 @@ def read_text(path: str) -> str:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer alone, or None where the checkpoint has none."""
+    """Load the tokenizer alone; None where the checkpoint has none."""
     with input_errors():
         files = checkpoint.CONFIG_FILES + checkpoint.TOKENIZER_FILES + checkpoint.TOKENIZER_EXTRAS
         return checkpoint.load_tokenizer(checkpoint.checkpoint_directory(locate(model), files))
 
 
 def need_tokenizer(model: str, use: str) -> Any:
-    """The tokenizer; UserError with what it is for where the checkpoint has none."""
+    """Load the tokenizer; where the checkpoint has none, UserError names its use."""
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"{model!r} has no tokenizer, which is needed to {use}")
@@ -187,7 +187,7 @@ def need_tokenizer(model: str, use: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
-    """Token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
+    """Return the token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -216,14 +216,14 @@ def check_tokens(ids: list[int], config: LlamaConfig) -> None:
 
 
 def check_memory(cache: kvq.Cache) -> None:
-    """UserError where a cache of this layout is larger than all memory of the device; weights and working memory are not counted."""
+    """Raise UserError where a cache of this layout is larger than the device's memory; weights and working memory are not counted."""
     size, memory = kvq.nbytes(cache), device_memory()
     if memory is not None and size > memory:
         raise UserError(f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has {format_bytes(memory)}")
 
 
 def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: str) -> kvq.Cache:
-    """An empty cache of one row; UserError where the device has no room left for it."""
+    """Return an empty cache of one row; UserError where the device has no room left for it."""
     try:
         return kvq.init_cache(spec, config, 1, capacity, dtype)
     except jax.errors.JaxRuntimeError as error:
@@ -232,7 +232,7 @@ def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: st
 
 
 def device_memory() -> int | None:
-    """Bytes of the memory that arrays are put in; None where it is not known."""
+    """Return the bytes of the memory that holds arrays; None where they are not known."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")

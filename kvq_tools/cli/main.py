@@ -1,4 +1,4 @@
-"""The entry point of `kvq`: finds the command, runs it, and turns what went wrong into one line and an exit code.
+"""The entry point of `kvq`: find the command, run it, and turn errors into one line and an exit code.
 
 A command is a module of `kvq_tools.cli.commands` with `configure(parser)`, which declares its arguments and help, and `run(options)`.
 It needs one line in COMMANDS. Only the module of the command in use is imported.
@@ -13,20 +13,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvq_tools.cli.console import UserError, kept_interrupts
+from kvq_tools.cli.console import UserError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
 COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
     "generate": "continue a prompt through a cache",
-    "eval": "what caches do to the predictions of a text: perplexity, KL, top-1 agreement, size",
-    "report": "one self-contained page with pictures: quality, size, speed and errors of several caches",
-    "passkey": "does a number that a long text states once survive the cache",
-    "niah": "needles in a haystack, as RULER hides them",
-    "gsm8k": "arithmetic word problems with a chain of thought",
-    "longbench": "long documents, with LongBench's prompts and metrics",
-    "memory": "exact bytes of a cache, from config.json alone",
+    "eval": "compare caches on a text: perplexity, KL, top-1 agreement, size",
+    "report": "write one self-contained page with pictures: quality, size, speed and errors of several caches",
+    "passkey": "ask for a number that a long text states once",
+    "niah": "ask for needles in a haystack, as RULER hides them",
+    "memory": "count the exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
@@ -52,11 +50,22 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+class _Version(argparse.Action):
+    """argparse's own action would import kvq_jax, and with it JAX, for every command's help."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        from kvq_jax import __version__
+
+        print(f"kvq {__version__}")
+        raise SystemExit(0)
+
+
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; only `command` knows its arguments."""
+    """Return the parser of all commands; only `command` has its arguments."""
     parser = _Parser(
         prog="kvq", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         own = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -69,25 +78,21 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `kvq` with these arguments (default: the process's). Returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
     try:
-        with kept_interrupts():
-            options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
-            options.run(options)
-            sys.stdout.flush()
+        options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+        options.run(options)
+        sys.stdout.flush()
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(f"kvq: {': '.join(['interrupted', *map(str, error.args)])}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe left (`kvq methods | head`). Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`kvq memory --roofline`: up to which length a cache that rebuilds keys and values does so behind memory traffic."""
+"""`kvq memory --roofline`: the longest context at which a cache rebuilds keys and values behind memory traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvq_jax.methods.xquant.codec import OutlierChannel, XCodec, XCrossLayerCode
 from kvq_jax.methods.xquant.roofline import Device, LayerCost
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import format_bytes, print_table
-from kvq_tools.evaluation.finite import finite
+from kvq_tools.evaluation.results import finite
 
 BLOCKS = 32  # whose bytes are counted, as `kvq.body_bits_per_element` does
 EXACT_BITS = 16
@@ -53,7 +53,7 @@ def _device(text: str) -> Device:
 
 
 def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
-    """Its peaks, and what a bf16 cache would make it read in a layer for each token."""
+    """Return the device's peaks, and the bytes of a bf16 cache that a layer reads for each token."""
     both = 2 * 2 * config.num_key_value_heads * config.head_dim
     return dataclasses.asdict(device) | {"ridge": device.ridge, "bf16_bytes_per_token": both}
 
@@ -146,7 +146,7 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
 
 
 def _rows(cache: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """One row for each run of equal layers."""
+    """Return one row for each run of equal layers."""
     rows = []
     for _, group in groupby(cache["roofline"]["layers"], key=lambda layer: (layer["here"], layer["paper"])):
         layers = list(group)

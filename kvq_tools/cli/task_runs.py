@@ -1,4 +1,4 @@
-"""What `kvq passkey`, `niah`, `gsm8k` and `longbench` share: arguments, running several caches, one table."""
+"""Run one task through several caches, for `kvq passkey` and `kvq niah`: arguments, answers, tables."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SAMPLES = 4  # for each length and depth
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """A command's own part.
+class TaskRun:
+    """A task as its command asks for it.
 
     rules       what the output says about prompts, truncation and scores
     samples     what the model is asked
@@ -46,8 +46,8 @@ class Evaluation:
     settings: Mapping[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | str) -> None:
-    """The arguments of all four commands; `max_new_tokens` is the default, in words where it differs by sample."""
+def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Add the arguments that both commands take; `max_new_tokens` is the default."""
     inputs.add_model(parser)
     parser.add_argument(
         "--cache",
@@ -57,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | str) ->
         help="a cache; may be given several times (default: dense)",
     )
     inputs.add_calibration(parser, several=True)
-    default = f"default: {max_new_tokens}"
-    parser.add_argument("--max-new-tokens", metavar="N", type=inputs.positive, help=f"the longest answer ({default})")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=inputs.positive, default=max_new_tokens, help="the longest answer (default: %(default)s)"
+    )
     parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="prompts at a time (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template, as the user's turn")
     parser.add_argument("--answers", metavar="F", help="a new file for every answer as it comes, one JSON object a line")
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | str) ->
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser, text: str) -> None:
-    """The arguments of tasks that make their own samples."""
+    """Add the arguments of tasks that make their own samples."""
     parser.add_argument("--data", metavar="FILE", help="ready-made samples, one JSON object a line, in place of generated ones")
     parser.add_argument(
         "--lengths",
@@ -99,7 +100,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
-    """lengths, depths, count, seed and text, for `generated`."""
+    """Return lengths, depths, count, seed and text, for a task's `generated`."""
     most = min(config.max_position_embeddings, MOST_LENGTH)
     return {
         "lengths": options.lengths or (most // 4, most // 2, most),
@@ -111,14 +112,14 @@ def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
-    """UserError where an option of generated samples stands beside --data."""
+    """Raise UserError where an option of generated samples stands beside --data."""
     given = [name for name in names if getattr(options, name.replace("-", "_")) is not None]
     if options.data is not None and given:
         raise UserError(f"--{given[0]} is for generated samples, and --data gives ready-made ones")
 
 
-def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
-    """Everything that can be found wrong without the weights is found first; then every cache answers every sample."""
+def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
+    """Answer every sample through every cache and print the scores; everything that needs no weights is checked before they are read."""
     caches = options.cache or [inputs.named_cache("dense")]
     config = inputs.read_config(options.model, *(spec for _, spec in caches))
     files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
@@ -126,7 +127,7 @@ def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
         raise UserError(f"--answers {options.answers!r} must be a new file in a directory that exists")
     prompts = _prompts(options)
     with progress("making prompts"), input_errors():
-        samples = evaluation.samples(prompts, config)
+        samples = task_run.samples(prompts, config)
         check_samples(samples, config)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
@@ -137,25 +138,22 @@ def evaluate(options: argparse.Namespace, evaluation: Evaluation) -> None:
     measured = []
     for (text, spec), model in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
-        message = f"{evaluation.name} with {text}"
-        for answer in run(model, spec, evaluation.task, samples, prompts, batch=options.batch, progress=bar, message=message):
+        message = f"{task_run.name} with {text}"
+        for answer in run(model, spec, task_run.task, samples, prompts, batch=options.batch, progress=bar, message=message):
             answers.append(answer)
             _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
         answers.sort(key=lambda answer: answer.index)
         seconds = time.perf_counter() - started
-        measured.append(
-            {"name": text} | _sizes(spec, config, samples) | {"seconds": seconds} | summary(samples, answers, evaluation.groups)
-        )
+        measured.append({"name": text} | _sizes(spec, config, samples) | {"seconds": seconds} | summary(samples, answers, task_run.groups))
     result = {
-        "task": evaluation.name,
+        "task": task_run.name,
         "model": options.model,
-        **evaluation.settings,
+        **task_run.settings,
         "chat": options.chat,
         "dtype": options.dtype,
-        "rules": dict(evaluation.rules) | ({"chat": CHAT_RULE} if options.chat else {}),
+        "rules": dict(task_run.rules) | ({"chat": CHAT_RULE} if options.chat else {}),
         "samples": len(samples),
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
-        "cut_samples": sum(bool(s.facts.get("cut_tokens")) for s in samples),
         "caches": measured,
     }
     print_json(result) if options.json else _print(result)
@@ -173,7 +171,7 @@ def _write(path: str | None, line: Mapping[str, Any]) -> None:
 
 
 def described(sample: Sample, answer: Answer) -> dict[str, Any]:
-    """One answer with what is known about its sample."""
+    """Return one answer with the facts about its sample."""
     return {
         "index": answer.index,
         **sample.labels,
@@ -187,7 +185,7 @@ def described(sample: Sample, answer: Answer) -> dict[str, Any]:
 
 
 def summary(samples: Sequence[Sample], answers: Sequence[Answer], groups: Sequence[str]) -> dict[str, Any]:
-    """Means of all scores, over everything and for every value of each label, and the answers themselves."""
+    """Return the mean scores, over all answers and for every value of each label, and the answers themselves."""
     by_label = {}
     for label in groups:
         values = sorted({samples[a.index].labels[label] for a in answers if samples[a.index].labels.get(label) is not None})
@@ -201,7 +199,7 @@ def _means(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Of the cache of the longest sample alone."""
+    """Return the sizes of the longest sample's cache."""
     longest = max(capacity(sample, config) for sample in samples)
     size = kvq.nbytes(kvq.layout(spec, config, 1, longest, CACHE_DTYPE))
     bits = kvq.bits_per_element(spec, config, longest, CACHE_DTYPE)
@@ -221,7 +219,7 @@ def _print(result: dict[str, Any]) -> None:
     metrics = list(first["scores"])
     title = (
         f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of {result['prompt_tokens'][0]} to "
-        f"{result['prompt_tokens'][1]} tokens, {result['cut_samples']} of them cut; scores in percent; bytes at {first['capacity']} tokens"
+        f"{result['prompt_tokens'][1]} tokens; scores in percent; bytes at {first['capacity']} tokens"
     )
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Generation with a stopwatch: compiled first, then prefill and decoding timed apart. The tokens are those of `kvq_models.generate`."""
+"""Time generation: compile first, then time prefill and decoding apart. The tokens are those of `kvq_models.generate`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxtyping import Array
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import decoding, generation
-from kvq_models.inference.generation import Generated
+from kvq_models.inference.generation import Generated, GenerationState
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 
 
 class TimedGeneration:
-    """One prompt's generation. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
+    """The generation of one prompt. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
 
     compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
     device is done, without it.
@@ -49,32 +49,30 @@ class TimedGeneration:
 
     def _compile(self) -> None:
         decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False, self._implementation).compile()
-        progress = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
-        generation.advance.lower(
-            self._llama, progress, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation
-        ).compile()
+        state = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
+        generation.advance.lower(self._llama, state, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation).compile()
         # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(progress, cache=None, logits=None))
+        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(state, cache=None, logits=None))
 
-    def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> generation.Progress:
+    def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
 
     def segments(self, steps: int) -> Iterator[Generated]:
-        """All tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
+        """Yield all tokens so far, after every `steps` new ones. Each yielded value's cache is consumed by the next segment."""
         started = time.perf_counter()
-        progress = jax.block_until_ready(self._start(self._llama, self._cache, self._tokens, self._lengths))
+        state = jax.block_until_ready(self._start(self._llama, self._cache, self._tokens, self._lengths))
         self.prefill_seconds = time.perf_counter() - started
         until = 0
-        while until < self._max_new_tokens and not bool(np.all(progress.ended)):
+        while until < self._max_new_tokens and not bool(np.all(state.ended)):
             until = min(until + steps, self._max_new_tokens)
             started = time.perf_counter()
-            progress = jax.block_until_ready(
-                generation.advance(self._llama, progress, self._key, jnp.int32(until), self._sampling, self._eos_ids, self._implementation)
+            state = jax.block_until_ready(
+                generation.advance(self._llama, state, self._key, jnp.int32(until), self._sampling, self._eos_ids, self._implementation)
             )
             self.decode_seconds += time.perf_counter() - started
-            yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
+            yield Generated(state.tokens, state.lengths, state.cache, state.logprobs)
 
     def run(self) -> Generated:
-        """The whole generation."""
+        """Run the whole generation and return it."""
         *_, last = self.segments(self._max_new_tokens)
         return last

@@ -1,11 +1,11 @@
-"""What a cache does to a model's predictions: the perplexity of a text, and the distance to the exact model, token by token.
+"""Measure a cache by a model's predictions: the perplexity of a text, and the distance to the exact model, token by token.
 
 from kvq_tools.evaluation import evaluate
 evaluation = evaluate(llama, "kivi:bits=2", token_ids, window=1024, mode="decode")
 evaluation.perplexity, evaluation.mean_kl, evaluation.agreement, evaluation.by_position()
 
-windows.py   how a text becomes windows, and which tokens of each are scored
-text.py      a text's tokens, and the UTF-8 bytes that each stands for
+windows.py   cut a text into windows, and choose the tokens of each that are scored
+text.py      a text's tokens, and the UTF-8 bytes of each
 forward.py   the model without a cache: the exact reference, and the simulation that papers use
 through.py   one cache in one of the three modes, a slice of positions at a time
 compare.py   two distributions: -log p, KL, top-1 agreement

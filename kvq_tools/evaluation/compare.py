@@ -24,13 +24,13 @@ class Terms(NamedTuple):
 
 
 def token_nats(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """-log p(following token)."""
+    """Return -log p(following token)."""
     found = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - found
 
 
 def compare(logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Terms:
-    """q from `logits`, p from `exact`; both fp32."""
+    """Compare q, from `logits`, with p, from `exact`; both fp32."""
     log_q = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_p = exact - jax.nn.logsumexp(exact, axis=-1, keepdims=True)
     p, q, d = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p

@@ -28,9 +28,9 @@ QUERY_CHUNK = 256  # queries whose scores exist at a time
 
 @functools.partial(jax.jit, static_argnames="fake")
 def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fake: CacheSpec | None = None) -> HiddenBTD:
-    """The last layer's output for right-padded tokens, exact, or with every key and value as the body of a `fake` cache returns it.
+    """Return the last layer's output for right-padded tokens, exact, or with every key and value as the body of a `fake` cache returns it.
 
-    What stands at padding is finite and unspecified; padding enters no group and no statistic.
+    Entries at padding are finite and unspecified; padding enters no group and no statistic.
     """
     batch, length = tokens.shape
     index = jnp.arange(length, dtype=jnp.int32)
@@ -49,7 +49,7 @@ def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fa
 
 
 def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
-    """The inputs with each row's last token in the place of its padding, which widens no group's range."""
+    """Return the inputs with each row's last token in the place of its padding, so that padding widens no group's range."""
 
     def fill(array: Array) -> Array:
         axis = max(1, array.ndim - 2)  # of [B, T], [B, T, D] and [B, heads, T, H]
@@ -62,7 +62,7 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
 
 
 def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
-    """softmax(q k^T / sqrt(H)) v over tokens up to each query's own, fp32 softmax, QUERY_CHUNK queries at a time.
+    """Return softmax(q k^T / sqrt(H)) v over tokens up to each query's own, fp32 softmax, QUERY_CHUNK queries at a time.
 
     Query head n reads KV head n // G. The result has the dtype of v.
     """

@@ -1,23 +1,22 @@
-"""lm-evaluation-harness reads the real cache: `kvq` as one of its models (extra `eval`).
+"""Let lm-evaluation-harness read a cache: `kvq` as one of its models (extra `eval`). docs/evaluation.md shows tasks on local files.
 
     import lm_eval
     from kvq_tools.evaluation.lm_eval_model import KvqLM
 
     lm = KvqLM(pretrained="embedded", cache="innerq:bits=2")
-    print(lm_eval.simple_evaluate(model=lm, tasks=["my_task"], task_manager=lm_eval.tasks.TaskManager(include_path="my_tasks"))["results"])
+    print(lm_eval.simple_evaluate(model=lm, tasks=["gsm8k_cot"])["results"])
 
-Importing this module also registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}). model_args must
-be a dictionary: lm-eval cuts a string at the commas of a cache spec.
+Importing this module registers the name: simple_evaluate(model="kvq", model_args={"pretrained": ..., "cache": ...}). model_args must be a
+dictionary, since lm-eval cuts a string at the commas of a cache spec. Run as a module, it is lm-eval's command line.
 
 Log-likelihoods are those of decoding: sum_t log p(token t | the cache that the tokens before t left), in steps of several tokens, which
-equal as many single steps (kvq_tools/evaluation/through.py). lm-eval's own models score prompt and answer in one exact forward pass, which
-no cache has a part in. Prompts, truncation and windows are those of its HFLM: contexts lose tokens on the left.
+equal as many single steps. lm-eval's own models score prompt and answer in one exact forward pass, in which no cache takes part. Prompts,
+truncation and windows are those of its HFLM: contexts lose tokens on the left.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -26,25 +25,24 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import Cache, init_cache
+from kvq_jax.cache.cache import init_cache
 from kvq_models import EMBEDDED
-from kvq_models.inference.decoding import decode_step, prefill, right_padded
+from kvq_models.inference.decoding import decode_scan, prefill, right_padded
 from kvq_models.inference.generation import generate_stream
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
-from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.compare import token_nats
 from kvq_tools.evaluation.tasks.runner import SHORTEST, batches, capacity
 from kvq_tools.evaluation.tasks.sample import Sample
 from kvq_tools.evaluation.through import STEP
 
 try:
+    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -61,7 +59,7 @@ SAMPLING_OPTIONS = ("top_k", "top_p", "min_p")
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """What generate_until requests have in common that run together."""
+    """The settings that generate_until requests share when they run together."""
 
     max_new_tokens: int
     stops: tuple[str, ...]
@@ -114,6 +112,11 @@ class KvqLM(TemplateLM):
         self.llama = prepare(llama, self.spec, calibration)
         self.pretrained, self.batch_size, self.context, self.seed = str(pretrained), int(batch_size), context, seed
 
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvqLM:
+        """Return the model of lm-eval's arguments. Its command line always names a device; here JAX chooses one."""
+        return super().create_from_arg_obj(arg_dict, {name: v for name, v in (additional_config or {}).items() if name != "device"})
+
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
@@ -128,7 +131,7 @@ class KvqLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval's results say of the model."""
+        """Return what lm-eval's results record about the model."""
         return {"pretrained": self.pretrained, "cache": str(self.spec), "max_length": self.max_length, "context": self.context}
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -140,14 +143,15 @@ class KvqLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Special tokens as the tokenizer adds them, unless told otherwise; a text that begins with the prefix token gets none."""
+        """Encode a text, with special tokens as the tokenizer adds them unless told otherwise, and none where it begins with the prefix
+        token."""
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, verbose=False, **chosen).input_ids)  # quiet about lengths: they are cut later
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows of max_length that overlap by one token."""
+        """Return the log-probability of each text, in windows of max_length that overlap by one token."""
         windows = [
             [make_disjoint_window(w) for w in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)]
             for (text,) in (request.args for request in requests)
@@ -162,7 +166,7 @@ class KvqLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether each token was the likeliest) of continuations, from (what it answers, context, continuation)."""
+        """Return (log-probability, whether each token was the likeliest) for requests of (cache key, context, continuation)."""
         rows = [self._row(context, continuation) for _, context, continuation in requests]
         # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more than the inputs
         inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
@@ -179,7 +183,7 @@ class KvqLM(TemplateLM):
         return [found[i] for i in range(len(rows))]
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The tokens of a request: the inputs and, last, what only is predicted."""
+        """Return the tokens of a request: the inputs, then the one token that is only predicted."""
         if not context or not 1 <= len(continuation) <= self.max_length:
             raise ValueError(
                 f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; it needs at least one of each, "
@@ -188,7 +192,7 @@ class KvqLM(TemplateLM):
         return (context + continuation)[-(self.max_length + 1) :]
 
     def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
-        """Of rows (tokens, length of the continuation) that run together in a cache of this capacity."""
+        """Score rows (tokens, length of the continuation) that run together in a cache of this capacity."""
         prompts = [len(row) - 1 - new if self.context == "prefill" else 0 for row, new in rows]
         cache = init_cache(self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype)
         if any(prompts):
@@ -200,13 +204,15 @@ class KvqLM(TemplateLM):
             width = room
         width = -(-width // STEP) * STEP
         rest = _padded([row[n:] for (row, _), n in zip(rows, prompts, strict=True)], width + 1)
-        _, logprobs, greedy = _decoded(self.llama, cache, rest[:, :-1], rest[:, 1:])
+        # what stands past a row's tokens is padding: it comes after everything that is scored, and past the capacity it is not written
+        now, following = jnp.asarray(rest[:, :-1]), jnp.asarray(rest[:, 1:])
+        (logprobs, greedy), _ = decode_scan(self.llama, cache, now, jnp.full(len(rows), width), (following,), _predictions, STEP)
         logprobs, greedy = np.asarray(logprobs, np.float64), np.asarray(greedy)
         scored = [slice(len(row) - 1 - n - new, len(row) - 1 - n) for (row, new), n in zip(rows, prompts, strict=True)]
         return [(float(logprobs[i, part].sum()), bool(greedy[i, part].all())) for i, part in enumerate(scored)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each prompt: up to a stop string, an end-of-sequence token or max_gen_toks, greedily or as the task samples."""
+        """Continue each prompt up to a stop string, an end-of-sequence token or max_gen_toks, greedily or as the task samples."""
         settings = [self._generation(options) for _, options in (request.args for request in requests)]
         samples = []
         for request, own in zip(requests, settings, strict=True):
@@ -241,7 +247,7 @@ class KvqLM(TemplateLM):
         return _Generation(new, tuple(stop for stop in stops if stop), sampling)
 
     def _generated(self, samples: list[Sample], own: _Generation, key: Array) -> list[str]:
-        """Texts of samples that run together."""
+        """Generate the texts of samples that run together."""
         config, room = self.llama.config, capacity(samples[0], self.llama.config)
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         # stop strings that are special tokens never stand in a text
@@ -264,20 +270,10 @@ def _padded(rows: list[list[int]], width: int) -> Int[np.ndarray, "B width"]:
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _decoded(
-    llama: Llama, cache: Cache, now: Int[Array, "B T"], following: Int[Array, "B T"]
-) -> tuple[Cache, Float[Array, "B T"], Bool[Array, "B T"]]:
-    """(cache, log p(following), argmax p == following) after each token, `STEP` tokens after `STEP` tokens.
+def _predictions(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Return (log p(following), argmax p == following)."""
+    return -token_nats(logits, following), jnp.argmax(logits, axis=-1) == following
 
-    What stands past a row's tokens is padding: it comes after everything that is scored, and past the capacity it is not written.
-    """
 
-    def advance(cache: Cache, i: Array) -> tuple[Cache, tuple[Array, Array]]:
-        tokens, targets = (lax.dynamic_slice_in_dim(a, i * STEP, STEP, 1) for a in (now, following))
-        logits, cache = decode_step(llama, cache, tokens)
-        return cache, (-token_nats(logits, targets), jnp.argmax(logits, axis=-1) == targets)
-
-    cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // STEP))
-    logprobs, greedy = (jnp.moveaxis(part, 0, 1).reshape(now.shape) for part in parts)
-    return cache, logprobs, greedy
+if __name__ == "__main__":
+    cli_evaluate()  # the command line of lm-eval, in which the model is registered

@@ -1,4 +1,4 @@
-"""Where the outliers of keys come from, and whether a key projection's weights alone tell their channel (XQuant, Appendix B).
+"""Predict the channels of key outliers from the key projection's weights alone, and measure them (XQuant, Appendix B).
 
     K = X W_k (+ b),   W_k = U S B^T      thin SVD of a layer's whole projection, all KV heads side by side; X the post-norm layer input
     latent      X U, one channel for each singular direction, the largest singular value first
@@ -59,48 +59,48 @@ class Peak(NamedTuple):
 
 
 def decompose(kernel: Float[np.ndarray, "D C"]) -> Decomposition:
-    """The SVD of a projection in the convention y = x kernel. Exact to fp32; kernel of any float dtype."""
+    """Return the SVD of a projection in the convention y = x kernel. Exact to fp32; kernel of any float dtype."""
     return Decomposition(*np.linalg.svd(np.asarray(kernel, np.float32), full_matrices=False))
 
 
 def singular_values(kernel: Float[np.ndarray, "D C"]) -> Float[np.ndarray, "R"]:
-    """The singular values alone, several times faster."""
+    """Return the singular values alone, several times faster."""
     return np.linalg.svd(np.asarray(kernel, np.float32), compute_uv=False)
 
 
 def predicted_channels(parts: Decomposition, count: int = max(TOPS)) -> Int[np.ndarray, "count"]:
-    """The channels with the largest |B^T[0]|, the largest first; all of them where there are fewer than `count`."""
+    """Return the channels with the largest |B^T[0]|, the largest first; all of them where there are fewer than `count`."""
     return np.argsort(-np.abs(parts.bt[0]), kind="stable")[:count]
 
 
 def first_share(singular: Float[np.ndarray, "R"]) -> tuple[float, float]:
-    """(sigma_0 / sum sigma, sigma_0^2 / sum sigma^2); zero for a projection that is zero."""
+    """Return (sigma_0 / sum sigma, sigma_0^2 / sum sigma^2); zero for a projection that is zero."""
     total, energy = float(singular.sum()), float(np.square(singular, dtype=np.float64).sum())
     return (float(singular[0]) / total, float(singular[0]) ** 2 / energy) if total else (0.0, 0.0)
 
 
 def peak(magnitudes: Float[np.ndarray, "R"]) -> Peak:
-    """The ratio is infinite where at least half of the channels are zero and not all are."""
+    """Return the largest channel; its ratio is infinite where at least half of the channels are zero and not all are."""
     channel = int(np.argmax(magnitudes))
     largest, median = float(magnitudes[channel]), float(np.median(magnitudes))
     return Peak(largest / median if median else (float("inf") if largest else 1.0), channel)
 
 
 def place(predicted: Sequence[int] | Int[np.ndarray, "count"], channel: int) -> int | None:
-    """At which place, from 1, the channel was predicted; None where it was not."""
+    """Return the place, from 1, at which the channel was predicted; None where it was not."""
     found = np.flatnonzero(np.asarray(predicted) == channel)
     return int(found[0]) + 1 if found.size else None
 
 
 def accuracies(places: Sequence[int | None]) -> dict[int, float]:
-    """For each k of Table B.2 the share of layers whose true channel is among the first k predictions."""
+    """Return for each k of Table B.2 the share of layers whose true channel is among the first k predictions."""
     return {k: sum(at is not None and at <= k for at in places) / len(places) for k in TOPS}
 
 
-def measure(
+def layer_magnitudes(
     llama: Llama, rows: Int[np.ndarray, "rows T"], bases: Iterator[tuple[Float[np.ndarray, "D R"], Float[np.ndarray, "D R"]]]
 ) -> Iterator[Magnitudes]:
-    """The magnitudes of every layer over all tokens of `rows`, which are sequences of their own, by exact forward passes.
+    """Yield the magnitudes of every layer over all tokens of `rows`, which are sequences of their own, by exact forward passes.
 
     bases: (U_k, U_v) of each layer, taken when the layer is reached, so that only one layer's are needed at a time. Besides the weights,
     the hidden states of all rows and the activations of one row in one layer exist. Sums are fp32; X, keys and attention have the model's
@@ -125,7 +125,7 @@ def measure(
 def _layer(
     layer: Layer, hidden_BTD: HiddenBTD, basis: tuple[Array, Array], positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope
 ) -> tuple[HiddenBTD, list[Array]]:
-    """The layer's output, and the sums over tokens of the magnitudes that `Magnitudes` names."""
+    """Return the layer's output and the sums over tokens of the magnitudes that `Magnitudes` names."""
     x_BTD = layer.input_norm(hidden_BTD)
     wide_BTD = x_BTD.astype(jnp.float32)
     parts = wide_BTD @ basis[0], wide_BTD @ basis[1], x_BTD @ layer.k_proj.kernel[...], merge_heads(layer.keys(x_BTD))

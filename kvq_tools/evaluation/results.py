@@ -1,4 +1,4 @@
-"""What an evaluation found: numbers of every scored token, and those of the whole text made from them.
+"""Results of an evaluation: numbers of every scored token, and those of the whole text.
 
     perplexity = exp(mean nats),   bits per byte = sum nats / (ln 2 * UTF-8 bytes of the scored tokens)
 
@@ -48,11 +48,12 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What one cache did to the predictions of a text. The arrays have one entry for each scored token, in the order of the text.
+    """The predictions of a text through one cache, compared with the exact model's. The arrays have one entry for each scored token, in the
+    order of the text.
 
     spec, mode    the cache and how it was run
     window        tokens of a window, which is the cache's capacity
-    index         where in the text the token is
+    index         the token's place in the text
     position      tokens that its window holds before it
     exact_nats    -log p(token) of the exact model
     nats, kl      -log q(token) through the cache, and KL(p || q) of the whole distributions
@@ -85,7 +86,7 @@ class Evaluation:
 
     @property
     def exact_perplexity(self) -> float:
-        """Of the model without a cache."""
+        """Return the perplexity of the model without a cache."""
         return exp(_mean(self.exact_nats))
 
     @property
@@ -106,14 +107,14 @@ class Evaluation:
 
     @property
     def flips(self) -> Int[np.ndarray, "flips"]:
-        """Where in the text the cache's likeliest token is not the exact model's."""
+        """Return the places in the text where the cache's likeliest token is not the exact model's."""
         return self.index[~self.agrees]
 
     def quality(self) -> Quality:
         return Quality(self.tokens, self.mean_nats, self.mean_kl, self.agreement)
 
     def by_position(self, buckets: int = BUCKETS) -> tuple[Bucket, ...]:
-        """The window's positions in equal parts, at most `buckets` of them."""
+        """Return the numbers of equal parts of the window, at most `buckets` of them."""
         width = -(-self.window // buckets)
         return tuple(self._bucket(at, min(at + width, self.window) - 1) for at in range(0, self.window, width))
 
@@ -126,8 +127,13 @@ class Evaluation:
         return float(nats.sum(dtype=np.float64)) / (math.log(2) * self.utf8_bytes) if self.utf8_bytes else None
 
 
+def finite(value: float | None) -> float | None:
+    """Return the value, or None where it is not finite: JSON has neither inf nor nan."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def exp(nats: float) -> float:
-    """exp(nats), inf where that is too large for a float."""
+    """Return exp(nats), inf where that is too large for a float."""
     with np.errstate(over="ignore"):
         return float(np.exp(nats))
 

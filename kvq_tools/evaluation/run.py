@@ -1,4 +1,4 @@
-"""`evaluate`: a text through a cache. `evaluate_caches`: through several, beside one exact model. `measure`: rows of tokens."""
+"""Evaluate a text through one cache (`evaluate`) or several beside one exact model (`evaluate_caches`), or rows of tokens (`measure`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options(TypedDict, total=False):
 
 
 def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: ArrayLike, **options: Unpack[Options]) -> Evaluation:
-    """What a cache does to the model's predictions of a text: `evaluate_caches` of one cache, with the same options."""
+    """Compare the predictions of a text through a cache with the exact model's: `evaluate_caches` of one cache, with the same options."""
     return evaluate_caches([(llama, spec)], token_ids, **options)[0]
 
 
@@ -58,7 +58,7 @@ def evaluate_caches(
     token_bytes: ArrayLike | None = None,
     progress: Progress[Any] | None = None,
 ) -> tuple[Evaluation, ...]:
-    """What each cache does to the model's predictions of a text, beside the same model without a cache.
+    """Compare the predictions of a text through each cache with those of the same model without a cache.
 
     candidates: models that differ only in `cache_parameters`, each with its cache. token_ids: the text, [n].
     window: tokens of a window, at most the model's positions (default: those, or 2048). stride: from the start of one window to the next
@@ -125,7 +125,7 @@ def check_request(
     prompt: int = 0,
     step: int = STEP,
 ) -> Settings:
-    """The request with its defaults filled in, after everything that can be found wrong without weights. Raises as `evaluate_caches`."""
+    """Check a request as far as it needs no weights, and return it with its defaults. Raises as `evaluate_caches`."""
     window = min(MOST_WINDOW, config.max_position_embeddings) if window is None else window
     stride = max(1, window // 2) if stride is None else stride
     if mode not in MODES:
@@ -141,7 +141,7 @@ def check_request(
 
 
 def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int = 0) -> Quality:
-    """Scores rows of tokens, one step after the other; the first `prompt` tokens of each are prefilled and not scored. `llama` carries the
+    """Score rows of tokens, one step after the other; the first `prompt` tokens of each are prefilled and not scored. `llama` carries the
     method's parameters, if it has any.
 
     A method with prompt statistics (a key norm, a query subspace) has none without a prompt. ValueError where the rows do not fit the
@@ -166,8 +166,8 @@ def _run(
     settings: Settings,
     progress: Progress[Any] | None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
-    """(-log p of the exact model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of row r, predicted
-    from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified."""
+    """Return (-log p of the exact model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of row r,
+    predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified."""
     count, width = rows.shape
     size = min(settings.batch, count)
     batches = -(-count // size)
@@ -196,7 +196,7 @@ def _run(
 
 
 def _batch(rows: Int[np.ndarray, "R T"], lengths: Int[np.ndarray, "R"], index: Int[np.ndarray, "B"], padded: int) -> Batch:
-    """Some rows; past the last one, it again: so every batch has the same size, and one program serves all."""
+    """Return the rows of a batch. Past the last row it is repeated, so that every batch has one size and one program serves all."""
     index = np.minimum(index, len(rows) - 1)
     tokens = np.pad(rows[index], ((0, 0), (0, padded - rows.shape[1])))
     return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths[index], jnp.int32), rows.shape[1])

@@ -45,7 +45,7 @@ Factors = np.ndarray  # [K, H] float32
 
 @dataclasses.dataclass(frozen=True)
 class Outliers:
-    """How many per KV head (RoPE pairs of keys, channels of values), and how much larger."""
+    """Outliers of each KV head: the number of RoPE pairs of keys or channels of values, and their factor."""
 
     channels: int
     factor: float
@@ -53,7 +53,7 @@ class Outliers:
 
 @dataclasses.dataclass(frozen=True)
 class Stress:
-    """What to make harder. key_bias is the magnitude of the constant; 0 only widens the heads, which is the control for the others. The
+    """The changes to a model. key_bias is the magnitude of the constant; 0 only widens the heads, which is the control for the others. The
     seed draws channels and signs; each kind has draws of its own."""
 
     key_outliers: Outliers | None = None
@@ -63,7 +63,7 @@ class Stress:
 
 
 def stressed(llama: Llama, stress: Stress) -> Llama:
-    """The model with the same dense outputs and a harder cache; untouched weights are shared with the given one.
+    """Return the model with the same dense outputs and a harder cache; untouched weights are shared with the given one.
 
     Computed in float32 and rounded to the model's dtype: powers of two are exact in every dtype, other factors and sqrt(2) are rounded
     (relative 2^-24 in float32, 2^-8 in bfloat16). Parameters of cache methods are dropped: they belong to other keys. Raises as `check`,
@@ -88,7 +88,7 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
 
 
 def check(config: LlamaConfig, stress: Stress) -> None:
-    """ValueError, in one line, where the model cannot have what is asked for, or nothing is asked for."""
+    """Raise ValueError, in one line, where the model cannot have what is asked for, or nothing is asked for."""
     if stress.key_outliers is stress.value_outliers is stress.key_bias is None:
         raise ValueError("nothing to do: ask for key outliers, value outliers or a key bias")
     pairs = config.head_dim // 2
@@ -118,13 +118,14 @@ def check(config: LlamaConfig, stress: Stress) -> None:
 
 
 def widened(config: LlamaConfig) -> LlamaConfig:
-    """Heads of twice the width, and a bias on keys: without one in its family, the model becomes a Llama with `attention_bias`."""
+    """Return the config with heads of twice the width and a bias on keys: without one in its family, the model becomes a Llama with
+    `attention_bias`."""
     wide = dataclasses.replace(config, head_dim=2 * config.head_dim)
     return wide if config.qkv_bias else dataclasses.replace(wide, model_type="llama", qkv_bias=True, o_bias=True)
 
 
 def _turns_as_before(config: LlamaConfig) -> bool:
-    """Whether pair 2i of the wider heads has the frequency of pair i."""
+    """Return whether pair 2i of the wider heads has the frequency of pair i."""
     capacity = config.max_position_embeddings
     before, after = (np.asarray(rope_for(c, capacity).inverse_frequencies) for c in (config, widened(config)))
     return np.allclose(after[::2], before, rtol=1e-6, atol=0)
@@ -134,7 +135,7 @@ def _turns_as_before(config: LlamaConfig) -> bool:
 
 
 def _key_factors(config: LlamaConfig, outliers: Outliers, seed: int) -> list[Factors]:
-    """For each layer; both channels of a pair share a factor, and with QK-norm all heads."""
+    """Draw the factors of each layer; both channels of a pair share a factor, and with QK-norm all heads."""
     rng, half = np.random.default_rng([seed, 0]), config.head_dim // 2
     heads = 1 if config.qk_norm else config.num_key_value_heads
     drawn = [_drawn(rng, heads, half, outliers) for _ in range(config.num_hidden_layers)]
@@ -147,7 +148,7 @@ def _value_factors(config: LlamaConfig, outliers: Outliers, seed: int) -> list[F
 
 
 def _drawn(rng: np.random.Generator, heads: int, width: int, outliers: Outliers) -> np.ndarray:
-    """[heads, width], the factor in as many places of each head as there are outliers, 1 elsewhere."""
+    """Draw [heads, width], the factor in as many places of each head as there are outliers, 1 elsewhere."""
     factors = np.ones((heads, width), np.float32)
     for row in factors:
         row[rng.choice(width, outliers.channels, replace=False)] = outliers.factor
@@ -155,7 +156,7 @@ def _drawn(rng: np.random.Generator, heads: int, width: int, outliers: Outliers)
 
 
 def _constants(config: LlamaConfig, magnitude: float, seed: int) -> list[np.ndarray]:
-    """[K, 2H] for each layer: both channels of every eighth new pair, with random signs."""
+    """Draw [K, 2H] for each layer: both channels of every eighth new pair, with random signs."""
     rng, width = np.random.default_rng([seed, 2]), config.head_dim
     pairs = np.arange(1, width, 2 * BIASED_PAIRS)  # new pairs are the odd ones
     constants = np.zeros((config.num_hidden_layers, config.num_key_value_heads, 2 * width), np.float32)
@@ -184,7 +185,7 @@ def _scale_values(weights: Weights, layer: str, factors: Factors, config: LlamaC
 
 
 def _for_queries(factors: Factors, config: LlamaConfig) -> np.ndarray:
-    """[N, H]: query head n reads KV head n // G."""
+    """Repeat rows of KV heads for the query heads, [N, H]: query head n reads KV head n // G."""
     return np.repeat(factors, config.num_attention_heads // config.num_key_value_heads, axis=0)
 
 
@@ -195,7 +196,7 @@ def _refuse_infinite(changed: Weights) -> None:
 
 
 def _multiply(weights: Weights, path: str, factors: np.ndarray) -> None:
-    """Broadcast against the last axes; a bias that the model does not have is left out."""
+    """Multiply weight and bias, broadcast against the last axes; a bias that the model does not have is left out."""
     if path in weights:
         leaf = weights[path]
         with np.errstate(over="ignore"):  # refused by name when all is done
@@ -203,7 +204,7 @@ def _multiply(weights: Weights, path: str, factors: np.ndarray) -> None:
 
 
 def _widen(weights: Weights, layer: str, constants: np.ndarray, config: LlamaConfig) -> None:
-    """Puts a zero channel after every channel of a head, then the constants into the keys' bias."""
+    """Put a zero channel after every channel of a head, then the constants into the keys' bias."""
     dtype, width = weights[f"{layer}.q_proj.kernel"].dtype, config.head_dim
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads, "v_proj": config.num_key_value_heads}
     for name, count in heads.items():

@@ -1,4 +1,4 @@
-"""A text's tokens, and the UTF-8 bytes that each of them stands for."""
+"""Tokenize a text, and count the UTF-8 bytes of each token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenizedText(NamedTuple):
 
 
 def tokenize(tokenizer: Any, text: str) -> TokenizedText:
-    """The tokens of a text. Their bytes add up to the text's, up to the last token's end.
+    """Tokenize a text. The tokens' bytes add up to the text's, up to the last token's end.
 
     A token ends where the tokenizer says and begins where the one before ended: what a tokenizer drops between two tokens counts for the
     second, a character of several tokens for the first, and special tokens stand for nothing.

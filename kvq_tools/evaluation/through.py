@@ -1,4 +1,4 @@
-"""One cache in one of three modes, a slice of positions at a time.
+"""Run a text through a cache in one of three modes, a slice of positions at a time.
 
     decode    token after token through the cache, as generation reads it. The truth. A step of several tokens equals as many
               single steps and is quicker; single ones are what fused kernels serve, where a GPU has them.
@@ -11,18 +11,16 @@ those of each cache, and forgotten.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import LengthsB
-from kvq_jax.cache.cache import Cache, init_cache
+from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.inference.decoding import decode_step, prefill, prefill_program
+from kvq_models.inference.decoding import decode_scan, prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.forward import hidden_states
@@ -45,7 +43,7 @@ class Slice(NamedTuple):
 
 
 def slices(mode: Mode, length: int, batch: int, vocabulary: int, chunk: int, prompt: int, step: int = STEP) -> tuple[Slice, ...]:
-    """What a window of `length` tokens is cut into. The last slice may reach past the window; all but the prompt are equally long."""
+    """Cut a window of `length` tokens into slices. The last slice may reach past the window; all but the prompt are equally long."""
     if mode == "chunked":
         size = min(chunk, length)
     else:
@@ -81,7 +79,7 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch: what it makes of slice after slice, which must be given in order."""
+    """One cache on a batch: returns the terms of slice after slice, which must be given in order."""
 
     def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP):
         self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
@@ -96,10 +94,11 @@ class Through:
         if self.mode == "fake":
             return _headed(self.llama, _rows(self.hidden, part), following, exact)
         if part.prompt:
-            logits, self.cache = prefill(self.llama, self.cache, now)
+            logits, self.cache = prefill_program(self.llama, self.cache, now, jnp.full(now.shape[:1], now.shape[1]), False)
             return _compared(logits[:, None], exact, following)
         if self.mode == "decode":
-            self.cache, terms = _decoded(self.llama, self.cache, now, following, exact, self.step)
+            lengths = jnp.full(now.shape[:1], now.shape[1])
+            terms, self.cache = decode_scan(self.llama, self.cache, now, lengths, (exact, following), compare, self.step)
             return terms
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
         logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
@@ -107,7 +106,7 @@ class Through:
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> HiddenBTD:
-    """The slice's rows; zeros past the window, where nothing is scored."""
+    """Return the slice's rows; zeros past the window, where nothing is scored."""
     rows = hidden[:, part.first : part.stop]
     return jnp.pad(rows, ((0, 0), (0, part.stop - part.first - rows.shape[1]), (0, 0)))
 
@@ -124,18 +123,3 @@ def _headed(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"], exact
 
 
 _compared = jax.jit(compare)
-
-
-@functools.partial(jax.jit, static_argnames="step", donate_argnames="cache")
-def _decoded(
-    llama: Llama, cache: Cache, now: Int[Array, "B t"], following: Int[Array, "B t"], exact: Float[Array, "B t V"], step: int
-) -> tuple[Cache, Terms]:
-    """`step` tokens after `step` tokens. Those past the cache's capacity are padding: they get nan, and are not written."""
-
-    def advance(cache: Cache, i: Array) -> tuple[Cache, Terms]:
-        tokens, targets, wanted = (lax.dynamic_slice_in_dim(a, i * step, step, 1) for a in (now, following, exact))
-        logits, cache = decode_step(llama, cache, tokens)
-        return cache, compare(logits, wanted, targets)
-
-    cache, parts = lax.scan(advance, cache, jnp.arange(now.shape[1] // step))
-    return cache, jax.tree.map(lambda part: jnp.moveaxis(part, 0, 1).reshape(now.shape), parts)

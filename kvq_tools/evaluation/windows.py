@@ -24,7 +24,7 @@ class Window(NamedTuple):
 
 
 def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Window, ...]:
-    """The windows of a text; those that score nothing are left out. The first `prompt` tokens of a window are not scored."""
+    """Return the windows of a text, without those that score nothing. The first `prompt` tokens of a window are not scored."""
     found, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
@@ -36,7 +36,7 @@ def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Win
 
 
 def check_windows(config: LlamaConfig, token_ids: ArrayLike, window: int, stride: int, prompt: int = 0) -> None:
-    """ValueError, in one line, where a text cannot be scored in these windows."""
+    """Raise ValueError, in one line, where a text cannot be scored in these windows."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size < 2:
         raise ValueError(f"an evaluation needs a text of at least two tokens, and this one has {ids.size}")

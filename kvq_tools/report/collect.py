@@ -1,4 +1,4 @@
-"""The numbers of a report, from a model, a text's tokens and caches."""
+"""Collect the numbers of a report, from a model, a text's tokens and caches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_by
 from kvq_models.inference.memory_status import is_dense
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
-from kvq_tools.evaluation.finite import finite
-from kvq_tools.evaluation.results import Bucket, Evaluation
+from kvq_tools.evaluation.results import Bucket, Evaluation, finite
 from kvq_tools.evaluation.run import Settings, evaluate_caches
 from kvq_tools.evaluation.text import TokenizedText
 from kvq_tools.report import maps, schema, times
 
 
 class Plan(NamedTuple):
-    """What to collect. buckets: parts of a window in numbers by position; contexts: of decode steps, none to time nothing; sample: tokens
-    of magnitudes and errors."""
+    """A request for numbers. buckets: parts of a window in numbers by position; contexts: of decode steps, none to time nothing; sample:
+    tokens of magnitudes and errors."""
 
     model: str
     text: str
@@ -39,9 +38,9 @@ class Plan(NamedTuple):
 
 
 def collect(
-    plan: Plan, plain: Llama, candidates: Sequence[times.Candidate], text: TokenizedText, progress: Progress | None = None
+    plan: Plan, plain: Llama, candidates: Sequence[times.PreparedCache], text: TokenizedText, progress: Progress | None = None
 ) -> schema.Report:
-    """Everything. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
+    """Collect all numbers. plain: the model without parameters of any cache; candidates: each cache with the model that carries its own."""
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
@@ -71,9 +70,9 @@ def collect(
     )
 
 
-def timed(plain: Llama, candidates: Sequence[times.Candidate]) -> list[times.Candidate]:
-    """The caches, after a dense one where none of them is."""
-    dense = [] if any(is_dense(c.spec) for c in candidates) else [times.Candidate("dense", kvq.parse("dense"), plain)]
+def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
+    """Return the caches, after a dense one where none of them is."""
+    dense = [] if any(is_dense(c.spec) for c in candidates) else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
     return [*dense, *candidates]
 
 
@@ -133,6 +132,6 @@ def _cache(
         kl_by_position=tuple(finite(p.kl) for p in parts),
         flips_by_position=tuple(p.flips for p in parts),
         flips=tuple(evaluation.flips.tolist()),
-        sizes=tuple(tuple(schema.Part(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
+        sizes=tuple(tuple(schema.ArrayBytes(c.side, c.name, c.bytes) for c in layer if c.bytes) for layer in layer_components(layout)),
         errors=errors,
     )

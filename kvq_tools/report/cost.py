@@ -1,4 +1,4 @@
-"""What a cache costs: bytes layer by layer, and the time of a decode step."""
+"""Draw the cost of a cache: bytes layer by layer, and the time of a decode step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, few, figure, label, legend_below, line_of, size_unit
-from kvq_tools.report.schema import Part, Report
+from kvq_tools.report.schema import ArrayBytes, Report
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
 KINDS = {"codes": 1.0, "exact rows": 0.85, "scales and zeros": 0.62, "outliers": 0.5, "prompt statistics": 0.38, "exact windows": 0.2}
@@ -65,7 +65,7 @@ def sizes(report: Report) -> Picture:
 
 
 def kind_of(name: str) -> str:
-    """What an array of a cache is for."""
+    """Return the use of a cache's array."""
     if name in ("ring", "sink"):
         return "exact windows"
     if name == "stats":
@@ -75,8 +75,8 @@ def kind_of(name: str) -> str:
     return {"outliers": "outliers", "rows": "exact rows"}.get(name, "codes")
 
 
-def grouped(layer: Sequence[Part]) -> dict[tuple[str, str], int]:
-    """Bytes by side and kind."""
+def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
+    """Add up a layer's bytes by side and kind."""
     found: dict[tuple[str, str], int] = {}
     for part in layer:
         key = part.side, kind_of(part.name)
@@ -85,7 +85,7 @@ def grouped(layer: Sequence[Part]) -> dict[tuple[str, str], int]:
 
 
 def speed(report: Report) -> Picture | None:
-    """The fastest decode step in ms against the context in tokens; None where none was timed."""
+    """Draw the fastest decode step in ms against the context in tokens; None where none was timed."""
     measured = report.speed
     if measured is None:
         return None

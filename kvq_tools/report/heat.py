@@ -1,4 +1,4 @@
-"""Maps: how large keys and values are, token by channel, and what each cache gets wrong, layer by channel."""
+"""Draw maps: magnitudes of keys and values, token by channel, and the errors of each cache, layer by channel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SIDES = ("keys", "values")
 
 
 def pooled(matrix: Float[np.ndarray, "rows columns"], columns: int = COLUMNS) -> Float[np.ndarray, "rows fewer"]:
-    """The largest of neighbouring columns, as few of them as bring the matrix to at most `columns`: outlier channels stay visible."""
+    """Pool a matrix to at most `columns` by the largest of neighbouring columns, so that outlier channels stay visible."""
     width = math.ceil(matrix.shape[1] / columns)
     return matrix if width == 1 else np.maximum.reduceat(matrix, np.arange(0, matrix.shape[1], width), axis=1)
 
 
 def magnitudes(report: Report) -> Picture:
-    """|k| after RoPE and |v| in the model's units, tokens x channels, for the layers of the report's sample."""
+    """Draw |k| after RoPE and |v| in the model's units, tokens x channels, for the layers of the report's sample."""
     layers = report.magnitudes
     matrices = [(pooled(m.keys.matrix()), pooled(m.values.matrix())) for m in layers]
     norms = [_norm([pair[side] for pair in matrices]) for side in (0, 1)]
@@ -56,7 +56,7 @@ def magnitudes(report: Report) -> Picture:
 
 
 def errors(report: Report) -> Picture | None:
-    """None where every cache is exact."""
+    """Draw the mean error of each cache by layer and channel; None where every cache is exact."""
     caches = [(n, c) for n, c in enumerate(report.caches, 1) if any(e.k_relative or e.v_relative for e in c.errors)]
     exact = [c.name for c in report.caches if not any(e.k_relative or e.v_relative for e in c.errors)]
     if not caches:
@@ -105,7 +105,7 @@ def _relative(layers: tuple[LayerErrors, ...], side: int) -> str:
 
 
 def _norm(matrices: list[np.ndarray]) -> Any:
-    """One logarithmic scale for all panels of a side."""
+    """Return one logarithmic scale for all panels of a side."""
     from matplotlib.colors import LogNorm
 
     largest = max((float(np.nanmax(m, initial=0)) for m in matrices), default=0) or 1.0
@@ -119,7 +119,7 @@ def _shades() -> Any:
 
 
 def _map(report: Report, theme: Theme, axes: Any, matrix: np.ndarray, norm: Any, last: bool) -> None:
-    """A map whose columns are channels, the KV heads marked; without pixels where all is 0."""
+    """Draw a map whose columns are channels, with the KV heads marked; without pixels where all is 0."""
     heads, channels, rows = report.model.kv_heads, report.model.head_dim, len(matrix)
     axes.grid(False)
     extent = (0, heads * channels, rows - 0.5, -0.5)

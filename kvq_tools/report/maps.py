@@ -1,4 +1,4 @@
-"""How large keys and values are, and what quantizing every token makes of them, channel by channel, on the exact model's activations.
+"""Magnitudes of keys and values, and their errors when every token is quantized, channel by channel, on the exact model's activations.
 
     magnitude[t, (k, c)] = |x[k, t, c]|                                   x: keys after RoPE, or values; k: KV head, c: channel
     error[(k, c)]        = mean over t of |x^[k, t, c] - x[k, t, c]|      x^: `kvq_jax.roundtrip_layer`, no exact window
@@ -34,7 +34,7 @@ DIGITS = 4  # of an error
 
 @jax.jit
 def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ...]:
-    """What every layer of the exact model gets for one sequence."""
+    """Return the inputs of every layer of the exact model for one sequence."""
     positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
     valid = jnp.ones_like(positions, bool)
     rope, hidden, found = rope_for(llama.config, tokens.size), llama.embed_tokens(tokens[None]), []
@@ -46,7 +46,7 @@ def layer_inputs(llama: Llama, tokens: Int[Array, "T"]) -> tuple[LayerInputs, ..
 
 
 def magnitudes(inputs: tuple[LayerInputs, ...], layers: tuple[int, ...]) -> tuple[LayerMagnitudes, ...]:
-    """|k| and |v| of some layers."""
+    """Return |k| and |v| of some layers."""
 
     def packed(rows: RowsBKTH) -> Packed:
         rows_KTH = np.asarray(rows[0], np.float32)
@@ -56,19 +56,19 @@ def magnitudes(inputs: tuple[LayerInputs, ...], layers: tuple[int, ...]) -> tupl
 
 
 def spread(layers: int, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """At most `most` layers, evenly spaced, the first and the last among them."""
+    """Return at most `most` layers, evenly spaced, the first and the last among them."""
     return tuple(sorted({round(i) for i in np.linspace(0, layers - 1, min(layers, most))}))
 
 
 def errors(llama: Llama, spec: CacheSpec, inputs: tuple[LayerInputs, ...]) -> tuple[LayerErrors, ...]:
-    """Of every layer; `llama` carries what the cache needs."""
+    """Return the errors of every layer; `llama` carries what the cache needs."""
     found = jax.device_get(_errors(inputs, parameters_for(llama, spec), spec))
     return tuple(LayerErrors(_number(k), _number(v), _numbers(keys), _numbers(values)) for k, v, keys, values in found)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _errors(inputs: tuple[LayerInputs, ...], parameters: Any, spec: CacheSpec) -> list[tuple[Array, ...]]:
-    """(relative of keys, of values, keys [K H], values [K H]) of every layer."""
+    """Return (relative error of keys, of values, errors of keys [K H], of values [K H]) of every layer."""
     found, carry = [], ()
     for number, (own, mine) in enumerate(zip(inputs, parameters, strict=True)):
         keys, values, carry = kvq.roundtrip_layer(spec, own, mine, number, carry)

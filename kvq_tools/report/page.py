@@ -1,16 +1,16 @@
-"""The page: one HTML file with everything in it, made from a report's numbers and its pictures."""
+"""Write the page: one HTML file with everything in it, from a report's numbers and its pictures."""
 
 from __future__ import annotations
 
+import base64
 import importlib.resources
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jinja2
-from markupsafe import Markup
 
 from kvq_tools.report import cost, heat, quality
-from kvq_tools.report.drawing import COLOURS, Picture
+from kvq_tools.report.drawing import DARK, LIGHT, Picture
 from kvq_tools.report.schema import Report, Speed
 
 TEMPLATE = "page.html.jinja"
@@ -34,7 +34,7 @@ class Section(NamedTuple):
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """What the page shows, in its order."""
+    """Return the sections of the page, in their order."""
     request, speed = report.request, cost.speed(report)
     scored = f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
     found = [
@@ -66,7 +66,7 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 
 def numbers(report: Report) -> Table:
-    """The main table: a row for the exact model and for each cache."""
+    """Return the main table: a row for the exact model and one for each cache."""
     columns = [
         "cache",
         "front",
@@ -112,7 +112,7 @@ def numbers(report: Report) -> Table:
 
 
 def details(report: Report) -> tuple[Table, ...]:
-    """What the pictures are drawn from, but for the maps, the places of flips and single times, which only report.json has."""
+    """Return the numbers behind the pictures, but for maps, places of flips and single times, which only report.json has."""
     parts = [f"{p.first}-{p.last}" for p in report.positions]
     rows = [("tokens", *(str(p.tokens) for p in report.positions)), (f"{quality.EXACT}: nats", *_each(report.exact.nats, 4))]
     for n, c in enumerate(report.caches, 1):
@@ -127,21 +127,20 @@ def details(report: Report) -> tuple[Table, ...]:
     )
 
 
-def html(report: Report) -> str:
-    """The page. It refers to nothing outside itself."""
+def html(report: Report, shown: Sequence[Section]) -> str:
+    """Return the page with these sections, which refers to nothing outside itself."""
     source = importlib.resources.files("kvq_tools.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(source)
-    shown = sections(report)
     return template.render(
         report=report,
         mode=_mode(report),
         sections=shown,
-        svg={picture.name: Markup(picture.svg) for section in shown for picture in section.pictures},
         table=numbers(report),
         details=details(report),
-        light={name: colours[0] for name, colours in COLOURS.items()},
-        dark={name: colours[1] for name, colours in COLOURS.items()},
+        uri=_uri,
+        light=LIGHT,
+        dark=DARK,
     )
 
 
@@ -151,6 +150,10 @@ def number(value: float | None, digits: int) -> str:
 
 def _each(values: Sequence[float | None], digits: int) -> list[str]:
     return [number(value, digits) for value in values]
+
+
+def _uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
 def _sizes(report: Report) -> list[tuple[str, ...]]:

@@ -1,8 +1,7 @@
-"""How good the predictions are: against size, by position, and where the likeliest token flips."""
+"""Draw the quality of predictions: against size, by position, and where the likeliest token flips."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, figure, label, legend_below, line_of, plain, size_unit, told
-from kvq_tools.report.labels import place_labels
 from kvq_tools.report.schema import Report
 
 EXACT = "model without a cache"
@@ -20,7 +18,7 @@ BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 
 def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
-    """Which (size, loss) are on the Pareto front: no other is at most as large and loses at most as much, and less of one of them.
+    """Mark the points (size, loss) on the Pareto front: no other is at most as large, loses at most as much, and less of one of them.
     Points without a loss are not on it."""
 
     def better(a: tuple[float, float | None], b: tuple[float, float | None]) -> bool:
@@ -29,13 +27,13 @@ def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
     return tuple(point[1] is not None and not any(better(other, point) for other in points) for point in points)
 
 
-def front_by(report: Report, measure: str) -> tuple[bool, ...]:
-    """The front of the report's caches: stored bits per element against `kl` or `perplexity`."""
-    return front([(c.bits_per_element, getattr(c, measure)) for c in report.caches])
+def front_by(report: Report, loss: str) -> tuple[bool, ...]:
+    """Mark the caches on the front of stored bits per element against `kl` or `perplexity`."""
+    return front([(c.bits_per_element, getattr(c, loss)) for c in report.caches])
 
 
 def pareto_kl(report: Report) -> Picture:
-    """Mean KL(p || q) in nats against stored bits per element, both on log scales."""
+    """Draw mean KL(p || q) in nats against stored bits per element, both on log scales."""
     shown = [c for c in report.caches if c.kl is not None]
     seen = [max(c.kl or 0, 0) for c in shown if (c.kl or 0) > LEAST_KL]
     floor = 10 ** math.floor(math.log10(min(seen, default=1e-3)) - 0.3)
@@ -56,7 +54,7 @@ def pareto_kl(report: Report) -> Picture:
 
 
 def pareto_perplexity(report: Report) -> Picture:
-    """Perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
+    """Draw perplexity, exp(mean -log q), against stored bits per element, both on log scales."""
 
     def draw(theme: Theme) -> Any:
         return _pareto(report, theme, "perplexity", "perplexity of the text", 0, report.exact.perplexity)
@@ -72,18 +70,18 @@ def pareto_perplexity(report: Report) -> Picture:
     )
 
 
-def _pareto(report: Report, theme: Theme, measure: str, name: str, floor: float, reference: float | None) -> Any:
-    """floor: smaller values are drawn on the lower edge, which then is there."""
+def _pareto(report: Report, theme: Theme, loss: str, name: str, floor: float, reference: float | None) -> Any:
+    """Draw the points, their front and a legend. floor: smaller values are drawn on the lower edge, which then is there."""
 
     def shown(value: float) -> float:
         return max(value, floor)
 
-    drawn = figure(HALF, 4.0)
+    points = [(n, c, getattr(c, loss)) for n, c in enumerate(report.caches, 1) if getattr(c, loss) is not None]
+    drawn = figure(HALF, 4.0 + 0.17 * math.ceil(len(points) / 2))
     axes = drawn.subplots()
-    points = [(n, c, getattr(c, measure)) for n, c in enumerate(report.caches, 1) if getattr(c, measure) is not None]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    on_front = front_by(report, measure)
+    on_front = front_by(report, loss)
     line = sorted((c.bits_per_element, shown(value)) for n, c, value in points if on_front[n - 1])
     if line:
         axes.plot(*zip(*line, strict=True), color=theme["muted"], linewidth=1, zorder=1)
@@ -94,6 +92,7 @@ def _pareto(report: Report, theme: Theme, measure: str, name: str, floor: float,
             c.bits_per_element,
             shown(value),
             style["marker"],
+            label=label(n, c.name),
             color=style["color"],
             markerfacecolor=face,
             markersize=6,
@@ -112,16 +111,12 @@ def _pareto(report: Report, theme: Theme, measure: str, name: str, floor: float,
     axes.set(xlabel="stored bits per element of keys and values, windows included", ylabel=name)
     _plain_ticks(axes)
     _bytes_above(report, axes, ticks)
-    lines = list(itertools.pairwise(line))
-    if reference is not None:
-        lines.append(((min(bits), reference), (max(bits), reference)))
-    at = [(c.bits_per_element, shown(v)) for _, c, v in points]
-    place_labels(drawn, axes, at, [label(n, c.name) for n, c, _ in points], theme["ink"], lines)
+    legend_below(drawn, axes)
     return drawn
 
 
 def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
-    """The same scale in bytes of one whole cache."""
+    """Add the same scale in bytes of one whole cache."""
     elements = report.request.bf16_bytes / 2
     unit, name = size_unit(max(ticks, default=1) * elements / 8)
     per_bit = elements / 8 / unit
@@ -133,7 +128,7 @@ def _bytes_above(report: Report, axes: Any, ticks: Sequence[float]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """Numbers rather than powers of ten, and several of them where a log scale spans little more than a decade."""
+    """Label axes with numbers rather than powers of ten, several of them where a log scale spans little more than a decade."""
     from matplotlib import ticker
 
     axes.xaxis.set_minor_locator(ticker.NullLocator())
@@ -145,9 +140,9 @@ def _plain_ticks(axes: Any) -> None:
         axes.set_ylim(low, high)
 
 
-def _pareto_alt(report: Report, measure: str, name: str) -> str:
-    marks = front_by(report, measure)
-    each = [f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, measure))}" for c in report.caches]
+def _pareto_alt(report: Report, loss: str, name: str) -> str:
+    marks = front_by(report, loss)
+    each = [f"{c.name} {c.bits_per_element:.2f} bits, {told(getattr(c, loss))}" for c in report.caches]
     return (
         f"Scatter plot of {name} against stored bits per element. {'; '.join(each)}. "
         f"On the front: {', '.join(c.name for c, on in zip(report.caches, marks, strict=True) if on) or 'none'}."
@@ -155,7 +150,7 @@ def _pareto_alt(report: Report, measure: str, name: str) -> str:
 
 
 def by_position(report: Report) -> tuple[Picture, Picture]:
-    """Perplexity and KL in nats over parts of the window in which anything was scored."""
+    """Draw perplexity and KL in nats over the parts of the window in which anything was scored."""
     held = [i for i, part in enumerate(report.positions) if part.tokens]
     where = [(report.positions[i].first + report.positions[i].last) / 2 for i in held]
     names = [f"{report.positions[i].first}-{report.positions[i].last}" for i in held]
@@ -216,7 +211,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
 
 
 def flips(report: Report) -> Picture:
-    """Counts in equal parts of the text, so that a long text is no larger than a short one."""
+    """Draw the flips in equal parts of the text, so that a long text takes no more room than a short one."""
     width = max(1, math.ceil(report.text.tokens / FLIP_COLUMNS))
     edges = np.arange(0, report.text.tokens + width, width)
     counts = [np.histogram(c.flips, edges)[0] for c in report.caches]

@@ -1,4 +1,4 @@
-"""report.json: everything that a report shows, and nothing that it does not.
+"""The schema of report.json: everything that a report shows, and nothing else.
 
 The file is one JSON object with the fields of `Report`; nested objects are the dataclasses below, tuples are lists. Numbers that are not
 finite are null. Lists "by position" have one entry for each of `positions`, lists "by layer" one for each layer of the model. Means are
@@ -24,7 +24,7 @@ FORMAT = "kvq report 1"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where the times were measured. load: the load average of one minute when timing began and when it ended."""
+    """The machine on which times were measured. load: the load average of one minute when timing began and when it ended."""
 
     device: str
     cores: int
@@ -34,7 +34,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """dtype: of weights, activations and exact rows. positions: that the model was trained for. parameters: how many weights it has."""
+    """dtype: of weights, activations and exact rows. positions: those that the model was trained for. parameters: the number of weights."""
 
     name: str
     family: str
@@ -59,7 +59,8 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """How the text was read; see `kvq eval --help`. capacity: tokens of a cache whose bytes are given; bf16_bytes: of K and V in full."""
+    """The settings of the evaluation; see `kvq eval --help`. capacity: tokens of a cache whose bytes are given; bf16_bytes: of K and V in
+    full."""
 
     mode: str
     window: int
@@ -92,8 +93,9 @@ class Exact:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (exact), ring and sink (windows), ..."""
+class ArrayBytes:
+    """The bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (exact), ring and sink (windows),
+    ..."""
 
     side: str
     name: str
@@ -102,7 +104,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class LayerErrors:
-    """What one layer's rows become when every token of the sample is quantized (`kvq_jax.roundtrip_layer`).
+    """The errors of one layer when every token of the sample is quantized (`kvq_jax.roundtrip_layer`).
 
     keys, values: mean |k^ - k| and |v^ - v| of each channel, the KV heads one after the other; keys after RoPE.
     k_relative, v_relative: ||k^ - k|| / ||k|| of all rows together.
@@ -123,7 +125,7 @@ class CacheNumbers:
     body_bits_per_element     windows left out
     parameter_bytes, working_bytes   beside the cache: made once for the model, and needed during a step
     nats, kl_by_position, flips_by_position   by position
-    flips                     where in the text the likeliest token is not the exact model's
+    flips                     places in the text where the likeliest token is not the exact model's
     sizes                     by layer; they add up to `bytes` less the cache's lengths (4 bytes)
     errors                    by layer
     """
@@ -147,13 +149,13 @@ class CacheNumbers:
     kl_by_position: tuple[float | None, ...]
     flips_by_position: tuple[int, ...]
     flips: tuple[int, ...]
-    sizes: tuple[tuple[Part, ...], ...]
+    sizes: tuple[tuple[ArrayBytes, ...], ...]
     errors: tuple[LayerErrors, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Decode steps of one token through one cache. reads: what reads it, xla or pallas. samples_ms: by context, all samples."""
+    """Decode steps of one token through one cache. reads: its implementation, xla or pallas. samples_ms: by context, all samples."""
 
     name: str
     spec: str
@@ -188,14 +190,14 @@ class Packed:
 
     @classmethod
     def of(cls, matrix: Float[np.ndarray, "rows columns"]) -> Packed:
-        """Entries beyond float16's range become its largest."""
+        """Pack a matrix; entries beyond float16's range become its largest."""
         largest = float(np.finfo(np.float16).max)
         stored = np.nan_to_num(np.clip(matrix, -largest, largest)).astype("<f2")
         rows, columns = stored.shape
         return cls(rows, columns, base64.b64encode(stored.tobytes()).decode("ascii"))
 
     def matrix(self) -> Float[np.ndarray, "rows columns"]:
-        """fp32. ValueError where the bytes do not fit the shape."""
+        """Return the matrix in fp32. ValueError where the bytes do not fit the shape."""
         stored = np.frombuffer(base64.b64decode(self.float16, validate=True), "<f2")
         return stored.reshape(self.rows, self.columns).astype(np.float32)
 
@@ -211,7 +213,7 @@ class LayerMagnitudes:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """tokens_of_sample: the text's first tokens, from which magnitudes and errors are. command: what made this."""
+    """tokens_of_sample: the text's first tokens, from which magnitudes and errors are. command: the command line that made the report."""
 
     format: str
     command: str
@@ -228,7 +230,7 @@ class Report:
 
 
 def dump(report: Report) -> str:
-    """The text of report.json: a line for each field, and one for each cache."""
+    """Return the text of report.json: a line for each field, and one for each cache."""
 
     def text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -241,7 +243,7 @@ def dump(report: Report) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Report:
-    """The report in a file. ValueError, in one line, where it is not one; OSError where there is no such file."""
+    """Read the report in a file. ValueError, in one line, where it is not one; OSError where there is no such file."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -258,7 +260,7 @@ def read(path: str | os.PathLike[str]) -> Report:
 
 
 def _typed(kind: Any, value: Any, at: str) -> Any:
-    """The value as a dataclass, tuple, or plain value of that type; ValueError names the place that does not fit."""
+    """Return the value as a dataclass, tuple, or plain value of that type; ValueError names the place that does not fit."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _typed(arguments[0], value, at)
@@ -279,7 +281,7 @@ def _typed(kind: Any, value: Any, at: str) -> Any:
 
 
 def _check_lengths(report: Report) -> None:
-    """ValueError where lists that belong together have different lengths."""
+    """Raise ValueError where lists that belong together have different lengths."""
     positions, layers, channels = len(report.positions), report.model.layers, report.model.kv_heads * report.model.head_dim
 
     def equal(what: str, found: int, wanted: int) -> None:

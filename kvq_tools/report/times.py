@@ -1,4 +1,4 @@
-"""Times of decode steps through caches, at several contexts, on JAX's first device.
+"""Time decode steps through caches, at several contexts, on JAX's first device.
 
 A cache starts full but for the steps that will be taken, and zeroed: what is in it does not change how long reading it takes, and no
 prompt of that length has to be computed. Caches take turns, one step each, so that what else the machine does hits all of them alike.
@@ -28,7 +28,7 @@ STEPS = 15  # timed, after one that is not
 DIGITS = 4  # of a millisecond
 
 
-class Candidate(NamedTuple):
+class PreparedCache(NamedTuple):
     """A cache by its name, and the model with what it needs."""
 
     name: str
@@ -36,8 +36,10 @@ class Candidate(NamedTuple):
     llama: Llama
 
 
-def decode_times(candidates: Sequence[Candidate], contexts: Sequence[int], steps: int = STEPS, progress: Progress | None = None) -> Speed:
-    """`steps` timed decode steps of one sequence through each cache at each context; compiling and one first step are not timed.
+def decode_times(
+    candidates: Sequence[PreparedCache], contexts: Sequence[int], steps: int = STEPS, progress: Progress | None = None
+) -> Speed:
+    """Time `steps` decode steps of one sequence through each cache at each context; compiling and one first step are not timed.
 
     ValueError where a context has no room for the steps.
     """
@@ -59,9 +61,9 @@ def decode_times(candidates: Sequence[Candidate], contexts: Sequence[int], steps
 
 
 class _Stepper:
-    """One cache with room for a first step and `steps` timed ones; `timed()` takes one and gives its milliseconds."""
+    """One cache with room for a first step and `steps` timed ones; `timed()` takes one and returns its milliseconds."""
 
-    def __init__(self, candidate: Candidate, context: int, steps: int):
+    def __init__(self, candidate: PreparedCache, context: int, steps: int):
         self._llama = candidate.llama
         empty = kvq.init_cache(candidate.spec, self._llama.config, 1, context, self._llama.embed[...].dtype)
         self._cache = dataclasses.replace(empty, lengths=jnp.full_like(empty.lengths, context - steps - 1))
@@ -77,7 +79,7 @@ class _Stepper:
 
 
 def device_name() -> str:
-    """JAX's first device, with the processor's name where that is only "cpu"."""
+    """Return the name of JAX's first device, with the processor's name where that is only "cpu"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -90,5 +92,5 @@ def device_name() -> str:
 
 
 def _load() -> float:
-    """The load average of one minute, where the system tells."""
+    """Return the load average of one minute, 0 where the system does not tell."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0

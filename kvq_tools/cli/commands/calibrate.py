@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> None:
             )
             save_calibration(calibration, out)
     except KeyboardInterrupt:
-        warn(f"interrupted; the same command goes on from what is in {str(work)!r}")
-        raise
+        raise KeyboardInterrupt(f"the same command goes on from what is in {str(work)!r}") from None
     if options.work is None:
         Store.delete(work)
     result = report(calibration, options, len(ids), time.perf_counter() - started)
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
-    """(the text's tokens, tokens of a sample), after everything that can be found wrong without the weights."""
+    """Check all that needs no weights, and return (the text's tokens, tokens of a sample)."""
     config = inputs.read_config(options.model, options.cache)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
@@ -105,7 +104,7 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
 
 
 def report(calibration: Calibration, options: argparse.Namespace, text_tokens: int, seconds: float) -> dict[str, Any]:
-    """What was made, and from what."""
+    """Return the facts about the calibration that was made."""
     origin = calibration.origin
     sides = [[calibration.keys.get(f"layers.{layer}.{side}") for side in ("k", "v")] for layer in range(calibration.dims.num_hidden_layers)]
     return {

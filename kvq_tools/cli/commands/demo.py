@@ -1,4 +1,4 @@
-"""`kvq demo`: the whole of kvq on a small model in about a minute. Several caches, one table."""
+"""`kvq demo`: compare several caches on a small model, in about a minute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, print_table, progress
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.timed import TimedGeneration
-from kvq_tools.evaluation.finite import finite
+from kvq_tools.evaluation.results import finite
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 CONTEXT = 2048
@@ -68,8 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """What every cache is asked: continue `prompt` by `new_tokens`, then predict `rest`."""
+class DemoTask:
+    """The task of every cache: continue `prompt` by `new_tokens`, then predict `rest`."""
 
     prompt: list[int]
     rest: list[int]
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     measured = []
     for row, generation in zip(rows, generations, strict=True):
         with progress(f"running {row.name}"):
-            measured.append(row.measure(generation, Continuation(tokenizer, task.prompt)))
+            measured.append(row.run(generation, Continuation(tokenizer, task.prompt)))
     result = {
         "model": options.model,
         "text": options.text or "passage.txt",
@@ -114,8 +114,8 @@ def run(options: argparse.Namespace) -> None:
     print_json(result) if options.json else _print(result)
 
 
-def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> Task:
-    """Splits a text of at most `context` tokens in the middle."""
+def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
+    """Split a text of at most `context` tokens in the middle."""
     ids = ids[: min(context, config.max_position_embeddings)]
     inputs.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
@@ -123,7 +123,7 @@ def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int
     prompt, rest = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     if new_tokens > len(rest):
         raise UserError(f"--new-tokens {new_tokens} is more than the {len(rest)} tokens that follow the prompt within the context")
-    return Task(prompt, rest, new_tokens, len(ids))
+    return DemoTask(prompt, rest, new_tokens, len(ids))
 
 
 def _passage() -> str:
@@ -132,23 +132,23 @@ def _passage() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One cache's share of the demo."""
+    """One cache of the demo."""
 
     name: str
     spec: kvq.CacheSpec
     llama: Llama
-    task: Task
+    task: DemoTask
 
     def new_cache(self) -> kvq.Cache:
         return kvq.init_cache(self.spec, self.llama.config, 1, self.task.capacity, CACHE_DTYPE)
 
     def compile(self) -> TimedGeneration:
-        """Compiles everything that `measure` runs."""
+        """Compile everything that `run` needs."""
         rest, length = jnp.asarray([self.task.rest], jnp.int32), jnp.asarray([len(self.task.rest)], jnp.int32)
         decoding.score_program.lower(self.llama, self.new_cache(), rest, length).compile()
         return TimedGeneration(self.llama, self.new_cache(), self.task.prompt, max_new_tokens=self.task.new_tokens)
 
-    def measure(self, generation: TimedGeneration, continuation: Continuation) -> dict[str, Any]:
+    def run(self, generation: TimedGeneration, continuation: Continuation) -> dict[str, Any]:
         task = self.task
         tokens = np.asarray(generation.run().tokens)[0].tolist()
         _, cache = decoding.prefill(self.llama, self.new_cache(), np.array([task.prompt]))
@@ -172,7 +172,7 @@ class Row:
 
 
 def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> list[TimedGeneration]:
-    """`function` of every row, several at a time: XLA compiles without Python's lock."""
+    """Call `function` on every row, several at a time: XLA compiles without Python's lock."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         return list(pool.map(function, rows))
@@ -181,7 +181,7 @@ def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> 
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds how many tokens each row generated before it first differs from the dense cache; None where no row is dense."""
+    """Add the number of tokens that each row generates before it first differs from the dense cache; None where no row is dense."""
     dense = next((row["tokens"] for row in rows if row["cache"] == "dense"), None)
     for row in rows:
         pairs = enumerate(zip(row["tokens"], dense or [], strict=False))

@@ -1,4 +1,4 @@
-"""`kvq doctor`: what a cache will do to a model, layer by layer, and what may go wrong."""
+"""`kvq doctor`: tell layer by layer what a cache will do to a model, and warn of known problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvq_jax.methods.dense import Dense
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_models.calibration.needs import fingerprint_of, needs
 from kvq_models.inference.memory_status import is_dense, quantizes
-from kvq_models.inference.method_parameters import check_calibration, how_to_calibrate
+from kvq_models.inference.method_parameters import calibration_hint, check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import doctor_outliers, inputs
@@ -104,8 +104,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int) -> dict[str, Any]:
-    """Both sides of a layer (`kv` where both are read from the same rows), why a side is left exact where it is, and why no GPU kernel
-    reads it where none does (else None)."""
+    """Describe both sides of a layer (`kv` where both are read from the same rows), why a side is left exact where it is, and why no GPU
+    kernel reads it where none does (else None)."""
     skipped = index in spec.skip_layers
     exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
     if skipped:
@@ -127,7 +127,7 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
 
 
 def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
-    """The codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
+    """Return the codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
     tokens = 32 * plan.regions.block
     body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, plan.heads, tokens))
     coder = inner_codec(codec)
@@ -149,7 +149,7 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
 
 
 def _options(value: Any) -> dict[str, Any]:
-    """The plain fields of a codec, those of nested dataclasses included; tables and arrays are left out."""
+    """Return the plain fields of a codec and of its nested dataclasses, without tables and arrays."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         entry = getattr(value, field.name)
@@ -164,7 +164,7 @@ def _options(value: Any) -> dict[str, Any]:
 
 
 def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
-    """What of the model matters to a cache, in words."""
+    """Describe in words what matters to a cache about the model."""
     h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.has_prompt_statistics]
     normed = "applied when keys are rebuilt" if rebuilds_keys(spec, config) else "keys are cached after it"
     return {
@@ -182,7 +182,7 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
 
 
 def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
-    """Whether keys are made again from what is cached in any layer."""
+    """Return whether any layer rebuilds its keys from what it caches."""
     return any(plan.k.rebuilds for plan in kvq.layout(spec, config, 1, 1).plans)
 
 
@@ -198,7 +198,7 @@ def _sliding_window(hf: dict[str, Any]) -> str:
 
 
 def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
-    """k_proj's bias of every layer, [K * H] fp32, read without any other tensor; None where there is none or no local weights."""
+    """Read k_proj's bias of every layer, [K * H] fp32, and no other tensor; None without such a bias or without local weights."""
     stored = _stored_weights(model) if config.qkv_bias else None
     if stored is None:
         return None
@@ -211,7 +211,7 @@ def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
 
 
 def _stored_weights(model: str) -> Mapping[str, Any] | None:
-    """What the weight files of a local directory hold, by their headers; None where there are none."""
+    """Read the headers of the weight files in a local directory; None where there are none."""
     if not Path(model).is_dir() or not any(Path(model).glob("*.safetensors")):
         return None
     with input_errors():
@@ -240,14 +240,14 @@ def _bias_in_words(config: LlamaConfig, biases: list[np.ndarray] | None) -> str:
 
 
 def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file: str | None) -> tuple[str, list[str]]:
-    """(what the cache needs and has, in words; warnings). UserError where the file is not for this cache and model."""
+    """Return (the state of the calibration in words, warnings). UserError where the file is not for this cache and model."""
     needed = needs(spec, config)
     if not needed and file is None:
         return "not needed" + ("; what rebuilds keys is made from the weights" if rebuilds_keys(spec, config) else ""), []
     if file is None:
         keys, values = (sum(need.side == side for need in needed.values()) for side in ("k", "v"))
         return f"needed for the keys of {keys} layers and the values of {values}", [
-            f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}"
+            f"{str(spec)!r} needs a calibration: {calibration_hint(spec)}"
         ]
     stored = _stored_weights(model)
     with input_errors():
@@ -263,7 +263,7 @@ def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file
 
 
 def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
-    """What is known to go wrong with this model and this cache, one sentence each."""
+    """Return the known problems of this cache with this model, one sentence each."""
     spec, found = cache.spec, []
     windows = spec.sink + spec.recent + spec.block
     if any(map(quantizes, cache.plans)) and not spec.regions(cache.capacity).body_capacity:
@@ -284,7 +284,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
 
 
 def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
-    """Per-token key groups share a scale between channels, so one channel with a large constant part sets the step of all the others."""
+    """Warn of large key biases: channels that share a scale are quantized with the step of the one with the largest constant part."""
     found = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
         bits, largest = _bits_of_token_groups(plan.k), float(np.abs(bias).max())

@@ -1,4 +1,4 @@
-"""`kvq eval`: what caches do to a model's predictions of a text."""
+"""`kvq eval`: compare caches by a model's predictions of a text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress
-from kvq_tools.evaluation.finite import finite
-from kvq_tools.evaluation.results import BUCKETS, Evaluation
-from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, Settings, check_request, evaluate_caches
-from kvq_tools.evaluation.text import TokenizedText, tokenize
-from kvq_tools.evaluation.through import CHUNK, MODES, STEP
+from kvq_tools.cli import inputs, text_evaluation
+from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.evaluation.results import Evaluation, finite
+from kvq_tools.evaluation.run import Settings, evaluate_caches
+from kvq_tools.evaluation.text import TokenizedText
 
 MODEL_ROW = "no cache"
 
@@ -50,99 +48,21 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    add_request(parser)
+    text_evaluation.add_request(parser)
     parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
 
 
-def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """What is evaluated and how, for commands that evaluate caches on a text; `checked` reads it."""
-    parser.add_argument("--text", metavar="FILE", required=required, help="a UTF-8 text to predict")
-    parser.add_argument(
-        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=required, help="a cache; may be given several times"
-    )
-    inputs.add_calibration(parser, several=True)
-    parser.add_argument(
-        "--window",
-        metavar="W",
-        type=inputs.positive,
-        help=f"tokens of a window (default: the model's max_position_embeddings, or {MOST_WINDOW} if that is less)",
-    )
-    parser.add_argument("--stride", metavar="S", type=inputs.positive, help="from one window to the next (default: half a window)")
-    parser.add_argument("--mode", choices=MODES, default="decode", help="how the cache is used (default: %(default)s)")
-    parser.add_argument("--chunk", metavar="C", type=inputs.positive, help=f"tokens of a chunk of --mode chunked (default: {CHUNK})")
-    parser.add_argument(
-        "--prompt", metavar="P", type=inputs.positive, help="prefill P tokens of each window in --mode decode, and do not score them"
-    )
-    parser.add_argument(
-        "--step",
-        metavar="T",
-        type=inputs.positive,
-        help=f"tokens of one step of --mode decode; 1 is what fused GPU kernels serve, others are quicker (default: {STEP})",
-    )
-    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="windows at a time (default: %(default)s)")
-    parser.add_argument("--limit", metavar="TOKENS", type=inputs.positive, help="read only the first tokens of the text")
-    parser.add_argument(
-        "--buckets",
-        metavar="N",
-        type=inputs.positive,
-        default=BUCKETS,
-        help="parts of a window in numbers by position (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=inputs.DTYPES,
-        default="float32",
-        help="of weights, activations and exact rows (default: %(default)s); in bfloat16, --cache dense shows what rounding alone does",
-    )
-
-
 def run(options: argparse.Namespace) -> None:
-    config, text, settings, files = checked(options)
+    config, text, settings, files = text_evaluation.checked(options)
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
         models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
     for name, spec in options.cache:
-        warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
+        text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
     started = time.perf_counter()
     found = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
     result = report(options, config, text, settings, found, time.perf_counter() - started)
     print_json(result) if options.json else _print(result)
-
-
-def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
-    """Everything that can be found wrong without the weights is found here."""
-    for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
-        if getattr(options, name) is not None and options.mode != mode:
-            raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
-    whole = inputs.read_text(options.text)
-    specs = [spec for _, spec in options.cache]
-    config = inputs.read_config(options.model, *specs)
-    files = inputs.calibrations(config, specs, options.calibration or [])
-    tokenizer = inputs.need_tokenizer(options.model, "read the text")
-    text = tokenize(tokenizer, whole)
-    text = text if options.limit is None else text.first(options.limit)
-    with input_errors():
-        settings = check_request(
-            config,
-            text.ids,
-            specs,
-            window=options.window,
-            stride=options.stride,
-            mode=options.mode,
-            batch=options.batch,
-            chunk=options.chunk or CHUNK,
-            prompt=options.prompt or 0,
-            step=options.step or STEP,
-        )
-    return config, text, settings, files
-
-
-def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
-    """`inputs.warn_if_exact` for windows of the cache's capacity."""
-    window, chunked = cache.capacity, settings.mode == "chunked"
-    newest = (window - 1) // settings.chunk * settings.chunk if chunked else window - 1
-    chunks = f" and chunks of {settings.chunk}" if chunked else ""
-    inputs.warn_if_exact(name, cache, None if settings.mode == "fake" else newest, f"in windows of {window} tokens{chunks}")
 
 
 def report(
@@ -153,7 +73,7 @@ def report(
     found: Sequence[Evaluation],
     seconds: float,
 ) -> dict[str, Any]:
-    """All numbers, from the evaluations of the caches in their order."""
+    """Return all numbers, from the evaluations of the caches in their order."""
     first = found[0]
     parts = first.by_position(options.buckets)
     bf16 = kvq.dense_nbytes(config, 1, first.window)
@@ -247,7 +167,7 @@ def _detail(result: dict[str, Any]) -> str:
 
 
 def _print_positions(result: dict[str, Any]) -> None:
-    """Numbers by position, but for parts of a window in which nothing was scored."""
+    """Print the numbers by position, without the parts of a window in which nothing was scored."""
     held = [i for i, part in enumerate(result["positions"]) if part["tokens"]]
     columns = ("by position in the window", "", *(f"{p['first']}-{p['last']}" for p in (result["positions"][i] for i in held)))
 

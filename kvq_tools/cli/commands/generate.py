@@ -1,4 +1,4 @@
-"""`kvq generate`: continue a prompt through a cache, and say what was really done."""
+"""`kvq generate`: continue a prompt through a cache, and report what was really done."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A checked request: nothing in it can fail for the user's fault but the weights."""
+class GenerationRequest:
+    """A checked request: of the user's input, only the weights can still be wrong."""
 
     config: LlamaConfig
     tokenizer: Any
@@ -114,8 +114,8 @@ def run(options: argparse.Namespace) -> None:
     print(footer(done))
 
 
-def _checked(options: argparse.Namespace) -> Request:
-    """Everything that can be found wrong without the weights is found here."""
+def _checked(options: argparse.Namespace) -> GenerationRequest:
+    """Check all that needs no weights."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     with input_errors():
         sampling.check()
@@ -131,7 +131,7 @@ def _checked(options: argparse.Namespace) -> Request:
         raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")
     prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
     inputs.check_tokens(prompt, config)
-    request = Request(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
+    request = GenerationRequest(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
     layout = kvq.layout(options.cache, config, 1, request.capacity, options.dtype)
     inputs.check_memory(layout)
     with input_errors():
@@ -149,7 +149,7 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
 
 
 def _generated(generation: TimedGeneration, continuation: Continuation, steps: int, show: bool) -> tuple[list[int], Cache]:
-    """(new token ids, the cache after them); with `show`, text is printed on the way."""
+    """Return (new token ids, the cache after them); with `show`, print text as it comes."""
     ids: list[int] = []
     cache = None
     for so_far in generation.segments(steps):
@@ -161,9 +161,9 @@ def _generated(generation: TimedGeneration, continuation: Continuation, steps: i
 
 
 def _report(
-    generation: TimedGeneration, cache: Cache, request: Request, ids: list[int], implementations: tuple[str, ...]
+    generation: TimedGeneration, cache: Cache, request: GenerationRequest, ids: list[int], implementations: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What was really done, read from the cache after the run."""
+    """Return what was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
     dropped, kept = kvq.dropped_outliers(cache)
     return {
@@ -188,7 +188,7 @@ def _report(
 
 
 def footer(done: dict[str, Any]) -> str:
-    """The report in one line."""
+    """Return the report as one line."""
     live, outliers = done["prompt_tokens"] + done["new_tokens"], done["outliers"]
     sparse = f"{outliers['exact']} outliers exact, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
     return (

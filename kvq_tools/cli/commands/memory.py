@@ -1,4 +1,4 @@
-"""`kvq memory`: how large a cache will be, from config.json alone."""
+"""`kvq memory`: count the bytes of a cache, from config.json alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     context = options.context or config.max_position_embeddings
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget
-        measured = [{"name": text} | measure(spec, config, *sizes, options.roofline) for text, spec in options.cache]
+        caches = [{"name": text} | describe(spec, config, *sizes, options.roofline) for text, spec in options.cache]
     result = {
         "model": options.model,
         "context": context,
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> None:
         "max_position_embeddings": config.max_position_embeddings,
         "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
         "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
-        "caches": measured,
+        "caches": caches,
     }
     print_json(result) if options.json else _print(result)
 
 
-def measure(
+def describe(
     spec: kvq.CacheSpec,
     config: LlamaConfig,
     batch: int,
@@ -88,7 +88,7 @@ def measure(
     budget: int | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
-    """The numbers of one cache, all counted from its layout; `roofline` only for a device."""
+    """Return the numbers of one cache, all counted from its layout; `roofline` only for a device."""
     layout = kvq.layout(spec, config, batch, context, dtype)
     size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
     return {
@@ -109,7 +109,7 @@ def measure(
 
 
 def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype: str, budget: int) -> int:
-    """The largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
+    """Return the largest capacity whose cache takes at most `budget` bytes, 0 for none. A cache never shrinks when its capacity grows."""
 
     def fits(capacity: int) -> bool:
         return kvq.nbytes(kvq.layout(spec, config, batch, capacity, dtype)) <= budget
@@ -126,7 +126,7 @@ def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype:
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
-    """Bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
+    """Return the bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
 
     A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode.
     Everything else is counted as stored.

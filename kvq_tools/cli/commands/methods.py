@@ -1,4 +1,4 @@
-"""`kvq methods`: what the registry and the methods' declarations say."""
+"""`kvq methods`: list the registered methods with their options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe(kind: type[Method]) -> dict[str, Any]:
-    """What a method declares, and its average bits for each value of `bits` where it has such an option."""
+    """Return a method's declaration, and its average bits for each value of `bits` where it has such an option."""
     fields = dataclasses.fields(kind)
     bits = next((f.metadata["choices"] for f in fields if f.name == "bits"), ())
     specs = [f"{kind.name}:bits={b}" for b in bits] or [kind.name]

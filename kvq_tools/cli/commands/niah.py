@@ -1,4 +1,4 @@
-"""`kvq niah`: needles in a haystack, as RULER hides them."""
+"""`kvq niah`: ask for needles in a haystack, as RULER hides them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     task_runs.refuse_beside_data(options, "task", "lengths", "depths", "text")
-    kind, new = options.task or "single_1", options.max_new_tokens or niah.MAX_NEW_TOKENS
+    kind, new = options.task or "single_1", options.max_new_tokens
 
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
@@ -59,4 +59,4 @@ def run(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "max_new_tokens": new,
     }
-    task_runs.evaluate(options, task_runs.Evaluation("niah", niah.TASK, niah.RULES, samples, ("length", "depth"), settings))
+    task_runs.run_task(options, task_runs.TaskRun("niah", niah.TASK, niah.RULES, samples, ("length", "depth"), settings))

@@ -1,4 +1,4 @@
-"""`kvq passkey`: does a number that a long text states once survive the cache?"""
+"""`kvq passkey`: ask for a number that a long text states once."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     task_runs.refuse_beside_data(options, "lengths", "depths", "text")
-    new = options.max_new_tokens or passkey.MAX_NEW_TOKENS
 
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
-            return passkey.from_file(options.data, prompts, limit=options.limit, max_new_tokens=new)
-        return passkey.generated(prompts, **task_runs.generator_settings(options, config), max_new_tokens=new)
+            return passkey.from_file(options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
+        return passkey.generated(prompts, **task_runs.generator_settings(options, config), max_new_tokens=options.max_new_tokens)
 
-    settings = {"data": options.data, "text": options.text, "seed": options.seed, "max_new_tokens": new}
-    task_runs.evaluate(options, task_runs.Evaluation("passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings))
+    settings = {"data": options.data, "text": options.text, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
+    task_runs.run_task(options, task_runs.TaskRun("passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings))

@@ -1,4 +1,4 @@
-"""`kvq report`: one self-contained page with pictures, from a model, a text and caches."""
+"""`kvq report`: write one self-contained page with pictures, from a model, a text and caches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import kvq_jax as kvq
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
-from kvq_tools.cli.commands import eval as evaluation
+from kvq_tools.cli import inputs, text_evaluation
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.evaluation.results import BUCKETS
 from kvq_tools.evaluation.run import BATCH, Settings
 from kvq_tools.evaluation.through import CHUNK, STEP
 from kvq_tools.report import maps, schema, times, write
@@ -47,7 +47,7 @@ examples:
 
 
 def contexts(text: str) -> tuple[int, ...]:
-    """The type of --contexts."""
+    """Parse --contexts."""
     if text == NO_CONTEXTS:
         return ()
     return tuple(sorted({inputs.positive(part.strip()) for part in text.split(",")}))
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=inputs.MODEL_HELP)
     parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write; files of an earlier report are replaced")
     parser.add_argument("--from", metavar="JSON", dest="source", help="a report.json in place of MODEL, --text and --cache")
-    evaluation.add_request(parser, required=False)
+    text_evaluation.add_request(parser, required=False)
     parser.add_argument(
         "--contexts",
         metavar="N,N,...",
@@ -105,15 +105,15 @@ def _made(options: argparse.Namespace) -> schema.Report:
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
         raise UserError(f"--cache {twice[0]} is given twice")
-    config, text, settings, files = evaluation.checked(options)
+    config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
     _directory(options.out)  # found wrong now rather than at the end
     with progress(f"loading {options.model}"), input_errors():
         plain, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
         prepared = zip(options.cache, files, strict=True)
-        candidates = [times.Candidate(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
+        candidates = [times.PreparedCache(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
     for name, spec in options.cache:
-        evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
+        text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
     sample = min(options.sample, text.ids.size, config.max_position_embeddings)
     plan = Plan(options.model, options.text, command(options, settings, shown), settings, options.buckets, shown, options.steps, sample)
     return collect(plan, plain, candidates, text, bar)
@@ -147,7 +147,7 @@ def _argument(name: str) -> str:
 
 
 def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, ...]) -> str:
-    """A command line that makes the same report, with what was chosen for the user written out."""
+    """Return a command line that makes the same report, with the defaults that were chosen written out."""
     parts: list[Any] = ["kvq", "report", options.model, "--text", options.text]
     for name, _ in options.cache:
         parts += ["--cache", name]
@@ -159,7 +159,7 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
     for name, default in defaults.items():
         if getattr(settings, name) != default:
             parts += [f"--{name}", getattr(settings, name)]
-    for name, default in (("limit", None), ("buckets", evaluation.BUCKETS), ("steps", times.STEPS), ("sample", maps.SAMPLE)):
+    for name, default in (("limit", None), ("buckets", BUCKETS), ("steps", times.STEPS), ("sample", maps.SAMPLE)):
         if getattr(options, name) != default:
             parts += [f"--{name}", getattr(options, name)]
     parts += ["--contexts", ",".join(map(str, shown)) or NO_CONTEXTS, "--dtype", options.dtype, "--out", options.out]
@@ -167,7 +167,7 @@ def command(options: argparse.Namespace, settings: Settings, shown: tuple[int, .
 
 
 def summary(report: schema.Report, written: list[Path]) -> dict[str, Any]:
-    """For --json: what was written, and the numbers of each cache; report.json has the rest."""
+    """Return the written files and the main numbers of each cache, for --json; report.json has the rest."""
     on_front = zip(front_by(report, "kl"), front_by(report, "perplexity"), strict=True)
     return {
         "command": report.command,

@@ -1,4 +1,4 @@
-"""`kvq stress`: a checkpoint with the same dense outputs and a cache that is harder to quantize."""
+"""`kvq stress`: write a checkpoint with the same dense outputs and a cache that is harder to quantize."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def outliers(text: str) -> Outliers:
-    """The type of --key-outliers and --value-outliers: 4x16."""
+    """Parse --key-outliers and --value-outliers, such as 4x16."""
     match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not CHANNELSxFACTOR; write 4x16 for 4 channels 16 times as large")
@@ -105,7 +105,7 @@ def _whole_checkpoint(model: str) -> Path:
 
 
 def compared(before: Llama, after: Llama) -> tuple[float, float]:
-    """(the largest difference of a logit, the largest logit) with exact attention on random tokens."""
+    """Return (the largest difference of a logit, the largest logit) with exact attention on random tokens."""
     length = min(PROBE_TOKENS, before.config.max_position_embeddings)
     tokens = np.random.default_rng(0).integers(0, before.config.vocab_size, (1, length)).astype(np.int32)
     logits = [np.asarray(jax.jit(forward)(llama, tokens)) for llama in (before, after)]
@@ -113,7 +113,7 @@ def compared(before: Llama, after: Llama) -> tuple[float, float]:
 
 
 def in_stored_dtype(llama: Llama, source: Path) -> Llama:
-    """The float32 model in the dtype of the files in `source`, if they have one and no weight loses anything by it."""
+    """Return the float32 model in the dtype of the files in `source`, where they share one and no weight loses anything by it."""
     stored = {header.dtype for header in checkpoint.read_headers(checkpoint.weight_files(source)).values()}
     dtype = STORED_DTYPES.get(stored.pop()) if len(stored) == 1 else None
     if dtype is None:
@@ -124,7 +124,7 @@ def in_stored_dtype(llama: Llama, source: Path) -> Llama:
 
 
 def report(options: argparse.Namespace, llama: Llama) -> dict[str, Any]:
-    """What was written."""
+    """Return the facts about the checkpoint that was written."""
 
     def asked(kind: Outliers | None) -> dict[str, float] | None:
         return None if kind is None else {"channels": kind.channels, "factor": kind.factor}

@@ -1,4 +1,8 @@
-"""Tasks that a model answers by generating through its cache: pass keys, needles, GSM8K, LongBench.
+"""Tasks that a model answers by generating through its cache: pass keys and needles. docs/evaluation.md runs others with lm-eval.
 
-sample.py says what a task is, runner.py runs one; every task has a file that makes samples and scores answers.
+sample.py   a task, its samples and its files
+runner.py   generate the answers
+filler.py   fill a prompt up to its length
+passkey.py  samples and scores of `kvq passkey`
+niah.py     samples and scores of `kvq niah`
 """

@@ -1,4 +1,4 @@
-"""Text around what is hidden: as much of it as a prompt of a given length has room for."""
+"""Fill a prompt with text around what is hidden, up to a given length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLOSE = 4  # tokens that a prompt may stay below its length where one unit more 
 
 
 def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[int]:
-    """build(n), the tokens of a prompt with n units of filler, for about the largest n <= most that gives at most `budget` tokens.
+    """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <= most that gives at most `budget` tokens.
 
     Searched with guesses by proportion. ValueError where even n = 0 is too long.
     """
@@ -32,7 +32,7 @@ def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[in
 
 
 def generator(seed: int, length: int, depth: float, index: int) -> np.random.Generator:
-    """What draws one sample: another for each length, depth and index, the same whatever else is asked for."""
+    """Return the generator of one sample: another for each length, depth and index, the same whatever else is asked for."""
     if seed < 0:
         raise ValueError(f"a seed must be at least 0, got {seed}")
     return np.random.default_rng([seed, length, round(1e6 * depth), index])
@@ -43,17 +43,17 @@ def words(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split after . ! or ? and a space; white space is one space, as RULER has it."""
+    """Split a text after . ! or ? and a space; white space is one space, as RULER has it."""
     return re.split(r"(?<=[.!?]) ", " ".join(text.split()))
 
 
 def excerpt(units: Sequence[str], most: int, rng: np.random.Generator) -> Sequence[str]:
-    """`most` neighbouring units from a random place, all where there are no more."""
+    """Return `most` neighbouring units from a random place, all where there are no more."""
     start = int(rng.integers(0, max(len(units) - most, 0) + 1))
     return units[start : start + most]
 
 
 def depth_of(hidden: str, text: str) -> float | None:
-    """Where a text first says what is hidden in it, to the nearest quarter; None where it does not."""
+    """Return the depth of the first mention of what is hidden, to the nearest quarter; None where there is none."""
     at = text.find(hidden)
     return None if at < 0 or not text else round(4 * at / len(text)) / 4

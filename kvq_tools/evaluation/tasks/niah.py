@@ -80,13 +80,14 @@ RULES = {
 
 
 def score(sample: Sample, text: str) -> Scores:
-    """`accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text, without case (RULER's string_match_all)."""
+    """Return `accuracy`, 0 to 1: the share of the values asked for that stand anywhere in the text, without case (RULER's
+    string_match_all)."""
     text = text.lower()
     return {"accuracy": sum(value.lower() in text for value in sample.answers) / len(sample.answers)}
 
 
 def finished(sample: Sample, text: str) -> bool:
-    """Every value was said."""
+    """Return whether every value was said."""
     return score(sample, text)["accuracy"] == 1
 
 
@@ -105,8 +106,8 @@ def generated(
     suffix: str = "",
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """`count` samples for each length and depth (for each length, where several values are asked for); the same arguments give the same
-    ones. kind: a name in KINDS. text: the haystack of those that hide needles in one. suffix: put after the prompt's last word.
+    """Make `count` samples for each length and depth (for each length, where several values are asked for); the same arguments give the
+    same ones. kind: a name in KINDS. text: the haystack of those that hide needles in one. suffix: put after the prompt's last word.
 
     ValueError where the kind needs a text and there is none, a length has no room for the needles, or the text is too short to fill it.
     """
@@ -149,7 +150,7 @@ class Hidden:
 
 
 def hidden(kind: Kind, depth: float | None, rng: np.random.Generator) -> Hidden:
-    """Needles with different keys; the first at `depth`, the others, or all where it is None, anywhere."""
+    """Draw needles with different keys; the first at `depth`, the others, or all where it is None, anywhere."""
     keys: list[str] = []
     while len(keys) < kind.needles:
         key = _drawn(kind.keys, rng)
@@ -185,7 +186,7 @@ def _sample(
 
 
 def _haystack(kind: Kind, pieces: Sequence[str], budget: int, rng: np.random.Generator, taken: set[str]) -> Sequence[str]:
-    """Enough units to fill `budget` tokens; other needles have keys that are not `taken`."""
+    """Return enough units to fill `budget` tokens; other needles have keys that are not `taken`."""
     match kind.haystack:
         case "noise":
             return [DULL] * (budget // len(DULL.split()) + 1)
@@ -220,7 +221,7 @@ def _words() -> tuple[list[str], list[str]]:
 def from_file(
     path: str | Path, prompts: Prompts, *, limit: int | None = None, suffix: str = "", max_new_tokens: int = MAX_NEW_TOKENS
 ) -> list[Sample]:
-    """Samples of a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to `answer_prefix`) and `outputs`."""
+    """Read samples from a JSON-lines file as RULER writes it: `input` (the whole prompt, or up to `answer_prefix`) and `outputs`."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
         prefix = row.get("answer_prefix") or ""

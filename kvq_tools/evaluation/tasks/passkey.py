@@ -35,13 +35,13 @@ RULES = {
 
 
 def score(sample: Sample, text: str) -> Scores:
-    """`accuracy`: 1 where the first number in the text is the key, else 0."""
+    """Return `accuracy`: 1 where the first number in the text is the key, else 0."""
     number = re.search(r"\d+", text)
     return {"accuracy": float(number is not None and number.group() == sample.answers[0])}
 
 
 def finished(sample: Sample, text: str) -> bool:
-    """The first number has ended."""
+    """Return whether the first number has ended."""
     return re.search(r"\d\D", text) is not None
 
 
@@ -58,7 +58,8 @@ def generated(
     text: str | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[Sample]:
-    """`count` samples for each length and depth; the same arguments give the same ones. `text`: the filler (default: the dull sentences).
+    """Make `count` samples for each length and depth; the same arguments give the same ones. `text`: the filler (default: the dull
+    sentences).
 
     ValueError where a length has no room for the question, or the text is too short to fill it.
     """
@@ -71,7 +72,7 @@ def generated(
 
 
 def question(key: str, filler: Sequence[str], depth: float) -> str:
-    """The prompt up to the question."""
+    """Return the prompt up to the question."""
     place = round(depth * len(filler))
     return "\n".join((OPENING, " ".join(filler[:place]), FACT.format(key=key), " ".join(filler[place:]), QUESTION))
 
@@ -87,7 +88,7 @@ def _sample(prompts: Prompts, length: int, depth: float, rng: np.random.Generato
 
 
 def from_file(path: str | Path, prompts: Prompts, *, limit: int | None = None, max_new_tokens: int = MAX_NEW_TOKENS) -> list[Sample]:
-    """Samples of a JSON-lines file with fields `input` (what the question is put after, as it is) and `target` (the key), as KIVI's."""
+    """Read samples from a JSON-lines file with fields `input` (the text before the question) and `target` (the key), as KIVI's."""
     samples = []
     for row in read_rows(path, FIELDS, limit):
         ids = prompts.ids(row["input"] + QUESTION, ANSWER_PREFIX)

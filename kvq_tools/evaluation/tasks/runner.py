@@ -1,4 +1,4 @@
-"""Runs a task: prompts of similar length together, every token through the cache."""
+"""Run a task: prompts of similar length together, every token through the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORTEST = 64  # tokens of a cache, at least
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model generated for the sample of this index, and how it scores."""
+    """The text that was generated for the sample of this index, and its scores."""
 
     index: int
     text: str
@@ -31,7 +31,7 @@ class Answer:
 
 
 def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
-    """ValueError, in one line, where a sample is empty, has a token that the model does not know, or does not fit its positions."""
+    """Raise ValueError, in one line, where a sample is empty, has a token that the model does not know, or does not fit its positions."""
     for index, sample in enumerate(samples):
         if not sample.prompt:
             raise ValueError(f"sample {index} has an empty prompt")
@@ -47,7 +47,7 @@ def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
 
 
 def capacity(sample: Sample, config: LlamaConfig) -> int:
-    """Tokens of the cache that a sample runs through: at most a quarter more than it needs, and few different ones, since each is a program
+    """Return the capacity of a sample's cache: at most a quarter more than it needs, and few different ones, since each is a program
     to compile; within the model's positions, on which dynamic RoPE depends."""
     need = len(sample.prompt) + sample.max_new_tokens
     step = max(SHORTEST, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
@@ -65,13 +65,13 @@ def run(
     progress: Progress[Any] | None = None,
     message: str = "running",
 ) -> Iterator[Answer]:
-    """Answers greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); exact rows have its dtype.
+    """Answer samples greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); exact rows have its
+    dtype.
 
     batch: the most prompts that run together; the scores do not depend on it (but for the rounding of sums). Generation ends at the
-    model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. ValueError as
-    `check_samples`.
+    model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. Samples
+    fit the model (`check_samples`).
     """
-    check_samples(samples, llama.config)
     rows = list(batches(samples, llama.config, batch))
     for indices in rows if progress is None else progress(rows, message):
         found = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
@@ -80,8 +80,8 @@ def run(
 
 
 def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
-    """Indices of samples that run together, the longest first, so that memory runs out at once if it does. The last of several batches
-    repeats its last sample: a smaller batch would be another program to compile."""
+    """Yield the indices of samples that run together, the longest first, so that memory runs out at once if it does. The last of several
+    batches repeats its last sample: a smaller batch would be another program to compile."""
 
     def shape(index: int) -> tuple[int, int]:
         return capacity(samples[index], config), samples[index].max_new_tokens
@@ -94,7 +94,7 @@ def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Itera
 
 
 def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts) -> list[tuple[str, int]]:
-    """(text, number of tokens) of each sample."""
+    """Return (text, number of tokens) for each sample."""
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
     tokens = np.zeros((len(samples), room - max_new_tokens), np.int32)
     for row, sample in zip(tokens, samples, strict=True):

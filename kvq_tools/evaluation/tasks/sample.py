@@ -1,4 +1,4 @@
-"""What a task is: prompts with known answers, and a rule that scores what was generated."""
+"""Tasks: prompts with known answers, and a rule that scores the generated text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Scores = dict[str, float]  # by metric, each between 0 and 1; the first is the o
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A prompt and what is known about it.
+    """A prompt and its right answers.
 
     prompt          token ids
-    answers         what is right; whether one or all of them are wanted is the task's matter
-    max_new_tokens  how much may be generated
-    labels          what tables group by, such as length and depth
-    facts           what else a report should say of this sample, such as tokens cut out of its prompt
+    answers         right answers; the task says whether one or all of them are wanted
+    max_new_tokens  the most tokens that may be generated
+    labels          values that tables group by, such as length and depth
+    facts           what else the output repeats of this sample, such as the hidden needles
     """
 
     prompt: tuple[int, ...]
@@ -31,10 +31,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """How answers are judged.
+    """A rule for answers.
 
-    score       scores of the text that was generated for a sample
-    finished    whether more text cannot change them, so that generation may end
+    score       the scores of the text that was generated for a sample
+    finished    true once more text cannot change the scores, so that generation may end
     """
 
     score: Callable[[Sample, str], Scores]
@@ -43,14 +43,14 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Turns texts into prompts. `chat`, where given, encodes a text as a user's turn, up to where the answer begins."""
+    """Turn texts into prompts. `chat`, where given, encodes a text as a user's turn, up to where the answer begins."""
 
     tokenizer: Any
     chat: Callable[[str], list[int]] | None = None
 
-    def ids(self, question: str, answer_prefix: str = "", *, plain: bool = False) -> list[int]:
-        """The prompt's tokens; what the answer begins with stands outside the user's turn. `plain` ignores the chat template."""
-        if self.chat is None or plain:
+    def ids(self, question: str, answer_prefix: str = "") -> list[int]:
+        """Return the prompt's tokens; the answer's first words stand outside the user's turn."""
+        if self.chat is None:
             return list(self.tokenizer(question + answer_prefix, verbose=False).input_ids)  # quiet about lengths: those are checked later
         return self.chat(question) + list(self.tokenizer(answer_prefix, add_special_tokens=False).input_ids)
 
@@ -60,7 +60,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What the objects of a file must have.
+    """The fields that each object of a file must have.
 
     required    types by name; a list holds at least one text
     optional    types by name, where the field is there and not null; a list holds texts
@@ -73,7 +73,7 @@ class Fields:
 
 
 def read_rows(path: str | Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, at most `limit`, each with these fields; ValueError with the line where one is not so."""
+    """Return the objects of a JSON-lines file, at most `limit`; ValueError names the line whose fields do not fit."""
     rows = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Running a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`), log-probabilities out (`score`).
+"""Run a Llama through a cache: prompt tokens in (`prefill`), generated tokens in (`decode_step`), log-probabilities out (`score`).
 
 All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
 go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.array_types import LengthsB
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, dims_of
@@ -43,13 +44,13 @@ def prefill(
     logits: Literal["last", "all"] = "last",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Adds prompts to a cache. Returns (logits, cache): fp32 [B, V] after the last token of each row, or [B, T, V] for "all".
+    """Add prompts to a cache. Return (logits, cache): fp32 [B, V] after the last token of each row, or [B, T, V] for "all".
 
     tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that
     the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given
     cache's buffers are consumed.
 
-    One layer's keys and values for the whole prompt exist at a time. implementation: what quantizes them, see `decode_step`. Raises
+    One layer's keys and values for the whole prompt exist at a time. implementation: the one that quantizes them, see `decode_step`. Raises
     ValueError where tokens do not fit the vocabulary or the capacity, or the model was prepared for another cache.
     """
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
@@ -62,7 +63,7 @@ def prefill(
 def prefill_program(
     llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool, implementation: Implementation = None
 ) -> tuple[Array, Cache]:
-    """The compiled part of `prefill`, for callers that compile ahead of time."""
+    """Run the compiled part of `prefill`, without its checks; for callers that checked, or compile ahead of time."""
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(prefill_layer, implementation=implementation))
     if all_logits:
@@ -80,10 +81,10 @@ def decode_step(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Adds generated tokens. token [B] gives logits [B, V]; token [B, T] gives [B, T, V], equal to those of T single steps.
+    """Add generated tokens. token [B] gives logits [B, V]; token [B, T] gives [B, T, V], equal to those of T single steps.
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
-    implementation (static): what reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one
+    implementation (static): reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one
     that cannot run raises ValueError with the reason, and so does a cache of another model.
     """
     check_dims(llama, cache)
@@ -97,15 +98,16 @@ def decode_step(
 
 
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
-    """What reads each layer in a decode step of one token: "xla" or "pallas". ValueError where a named implementation cannot run."""
+    """Return the implementation that reads each layer in a decode step of one token: "xla" or "pallas". ValueError where a named
+    implementation cannot run."""
     heads = cache.dims.num_attention_heads
     chosen = (dispatch.choose(implementation, plan, heads, 1) for plan in cache.plans)
-    return tuple("xla" if how is None else "pallas" for how in chosen)
+    return tuple("xla" if kernels is None else "pallas" for kernels in chosen)
 
 
 def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Float[Array, "B T"], Cache]:
-    """(log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a time
-    would give it.
+    """Return (log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a
+    time would give it.
 
     The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V] logits are never materialized. Same
     arguments, errors and consumption of the cache as `prefill`.
@@ -116,30 +118,51 @@ def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | No
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
-    """The compiled part of `score`."""
-    batch, length = tokens.shape
-    chunk = min(SCORE_CHUNK, length)
-    steps = -(-length // chunk)
-    padded = jnp.pad(tokens, ((0, 0), (0, steps * chunk + 1 - length)))
+    """Run the compiled part of `score`, without its checks."""
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    logprobs, cache = decode_scan(llama, cache, tokens, lengths, (following,), _logprobs, min(SCORE_CHUNK, tokens.shape[1]))
+    index = jnp.arange(tokens.shape[1])[None]
+    return jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))), cache
 
-    def step(cache: Cache, i: Array) -> tuple[Cache, Array]:
-        at = i * chunk
-        now, following = (lax.dynamic_slice_in_dim(padded, at + shift, chunk, axis=1) for shift in (0, 1))
-        index = at + jnp.arange(chunk)[None]
-        hidden, cache = _advance(llama, cache, now, index < lengths[:, None], decode_layer)
-        logprobs = jax.nn.log_softmax(llama.logits(hidden), axis=-1)
-        found = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
-        return cache, jnp.where(index + 1 < lengths[:, None], found, 0)
 
-    cache, chunks = lax.scan(step, cache, jnp.arange(steps))
-    following = jnp.moveaxis(chunks, 0, 1).reshape(batch, steps * chunk)
-    return jnp.pad(following, ((0, 0), (1, 0)))[:, :length], cache
+def _logprobs(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), following[..., None], axis=-1)[..., 0]
+
+
+@functools.partial(jax.jit, static_argnames=("reduce", "step"), donate_argnames="cache")
+def decode_scan(
+    llama: Llama,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: LengthsB,
+    beside: tuple[Array, ...],
+    reduce: Callable[..., Any],
+    step: int,
+) -> tuple[Any, Cache]:
+    """Decode given tokens, `step` of them after the other, as `decode_step` would. Return (terms, cache).
+
+    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of arrays [B, step], put together to [B, T]; so
+    [B, T, V] logits never exist. Rows have lengths [B] of tokens; logits past them and past the capacity are nan, and nothing is written.
+    """
+    length = tokens.shape[1]
+    steps = -(-length // step)
+    padded = [jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2))) for a in (tokens, *beside)]
+
+    def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
+        now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
+        index = jnp.arange(step)[None]
+        valid = (i * step + index < lengths[:, None]) & (cache.lengths[:, None] + index < cache.capacity)
+        hidden, cache = _advance(llama, cache, now, valid, decode_layer)
+        return cache, reduce(jnp.where(valid[..., None], llama.logits(hidden), jnp.nan), *others)
+
+    cache, terms = lax.scan(one, cache, jnp.arange(steps))
+    return jax.tree.map(lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms), cache
 
 
 def _advance(
     llama: Llama, cache: Cache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], layer_step: Callable
 ) -> tuple[HiddenBTD, Cache]:
-    """Runs all layers over new tokens. `layer_step` is `prefill_layer` or `decode_layer`."""
+    """Run all layers over new tokens. `layer_step` is `prefill_layer` or `decode_layer`."""
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     rope = rope_for(llama.config, cache.capacity)
     hidden = llama.embed_tokens(tokens)
@@ -156,7 +179,7 @@ def _advance(
 
 
 def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N T H"]) -> HiddenBTD:
-    """layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
+    """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
     length = hidden.shape[1]
     chunks = -(-length // FINISH_CHUNK)
     if chunks == 1:
@@ -174,7 +197,7 @@ def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N
 
 
 def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
-    """tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
+    """Return tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
     capacity, or the model carries parameters for another cache.
 
     `new_tokens` are those that will be generated after them. Traced values cannot be looked at: inside a caller's jit only shapes are
@@ -207,7 +230,7 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: Array
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
-    """ValueError, in one line, where the cache has the shape of another model's. Looks at static values only."""
+    """Raise ValueError, in one line, where the cache has the shape of another model's. Looks at static values only."""
     own, given = dims_of(llama.config), cache.dims
     names = [field.name for field in dataclasses.fields(own)]
     different = [f"{n}={getattr(given, n)} and not {getattr(own, n)}" for n in names if getattr(given, n) != getattr(own, n)]
@@ -216,7 +239,7 @@ def check_dims(llama: Llama, cache: Cache) -> None:
 
 
 def right_padded(sequences: list[list[int]], pad: int = 0) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """(tokens, lengths) of token lists of different lengths, padded on the right as every function here expects."""
+    """Pad token lists of different lengths on the right, as every function here expects; return (tokens, lengths)."""
     lengths = np.array([len(s) for s in sequences], np.int32)
     tokens = np.full((len(sequences), max(int(lengths.max(initial=0)), 1)), pad, np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):

@@ -1,4 +1,4 @@
-"""Generating text: a prompt, then a compiled loop of sample and `decode_step`."""
+"""Generate text: a prompt, then a compiled loop of sample and `decode_step`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
-from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill
+from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill_program
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
 
@@ -37,8 +37,8 @@ class Generated:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Progress:
-    """The loop's state: next logits, what was generated so far, which rows have ended."""
+class GenerationState:
+    """The state of the loop: next logits, the tokens so far, the rows that have ended."""
 
     cache: Cache
     logits: Float[Array, "B V"]
@@ -61,16 +61,16 @@ def generate(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Generated:
-    """Continues prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
+    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
     one of `eos_ids`.
 
     Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and
     new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run (see
     `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
     """
-    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
-    progress = advance(llama, progress, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
-    return Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
+    state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+    state = advance(llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
+    return Generated(state.tokens, state.lengths, state.cache, state.logprobs)
 
 
 def generate_stream(
@@ -85,16 +85,16 @@ def generate_stream(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Iterator[Generated]:
-    """`generate` in segments of a few tokens: yields all tokens so far after each. The tokens are those of `generate`.
+    """Generate in segments of a few tokens, yielding all tokens so far after each. The tokens are those of `generate`.
 
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
-    progress = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+    state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     until = 0
-    while until < max_new_tokens and not bool(jnp.all(progress.ended)):
+    while until < max_new_tokens and not bool(jnp.all(state.ended)):
         until = min(until + STREAM_STEPS, max_new_tokens)
-        progress = advance(llama, progress, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
-        yield Generated(progress.tokens, progress.lengths, progress.cache, progress.logprobs)
+        state = advance(llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
+        yield Generated(state.tokens, state.lengths, state.cache, state.logprobs)
 
 
 def _key(key: Array | None) -> Array:
@@ -109,8 +109,8 @@ def start(
     max_new_tokens: int,
     sampling: Sampling,
     implementation: Implementation = None,
-) -> Progress:
-    """Checks a request, adds its prompts to the cache, and sets out. Errors as `generate`."""
+) -> GenerationState:
+    """Check a request, add its prompts to the cache, and return the loop's first state. Errors as `generate`."""
     sampling.check()
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
@@ -118,9 +118,9 @@ def start(
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
     if not isinstance(lengths, Tracer) and int(lengths.min()) < 1:
         raise ValueError(f"row {int(lengths.argmin())} has an empty prompt; give at least one token")
-    logits, cache = prefill(llama, cache, tokens, lengths, implementation=implementation)
+    logits, cache = prefill_program(llama, cache, tokens, lengths, False, implementation)
     batch = cache.batch
-    return Progress(
+    return GenerationState(
         cache,
         logits,
         jnp.zeros((batch, max_new_tokens), jnp.int32),
@@ -131,34 +131,34 @@ def start(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="progress")
+@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids", "implementation"), donate_argnames="state")
 def advance(
     llama: Llama,
-    progress: Progress,
+    state: GenerationState,
     key: Array,
     until: Int[Array, ""],
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     implementation: Implementation = None,
-) -> Progress:
-    """Generates until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
+) -> GenerationState:
+    """Generate until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
 
-    def go_on(p: Progress) -> Array:
-        return (p.step < until) & ~jnp.all(p.ended)
+    def go_on(now: GenerationState) -> Array:
+        return (now.step < until) & ~jnp.all(now.ended)
 
-    def one(p: Progress) -> Progress:
-        active = ~p.ended
-        token, logprob = sample(p.logits, sampling, key, p.step)
+    def one(now: GenerationState) -> GenerationState:
+        active = ~now.ended
+        token, logprob = sample(now.logits, sampling, key, now.step)
         token, logprob = jnp.where(active, token, 0), jnp.where(active, logprob, 0)
-        logits, cache = decode_step(llama, p.cache, token, active, implementation=implementation)
-        return Progress(
+        logits, cache = decode_step(llama, now.cache, token, active, implementation=implementation)
+        return GenerationState(
             cache,
             logits,
-            lax.dynamic_update_slice_in_dim(p.tokens, token[:, None], p.step, axis=1),
-            lax.dynamic_update_slice_in_dim(p.logprobs, logprob[:, None], p.step, axis=1),
-            p.lengths + active.astype(jnp.int32),
-            p.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32)),
-            p.step + 1,
+            lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], now.step, axis=1),
+            lax.dynamic_update_slice_in_dim(now.logprobs, logprob[:, None], now.step, axis=1),
+            now.lengths + active.astype(jnp.int32),
+            now.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32)),
+            now.step + 1,
         )
 
-    return lax.while_loop(go_on, one, progress)
+    return lax.while_loop(go_on, one, state)

@@ -1,4 +1,4 @@
-"""What a cache needs beside its own bytes, counted from its layout: nothing is allocated."""
+"""Count the memory that a cache needs beside its own bytes, from its layout: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted, whatever the 
 
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
-    """Of each layer's parameters: what is made from its weights (not those that are used as they are), and what a calibration holds."""
+    """Return the bytes of each layer's parameters: those made from its weights (not weights used as they are) and those calibrated."""
     weights = layer_weights(abstract_llama(config, dtype).layers[0])
     given = {id(leaf) for leaf in jax.tree.leaves(weights)}
 
@@ -27,6 +27,6 @@ def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
 
 
 def working_bytes(cache: Cache) -> int:
-    """Of the accumulator that flows through the layers of a step; one exists, whatever the number of layers."""
+    """Return the bytes of the accumulator that flows through the layers of a step; there is one, whatever the number of layers."""
     accumulators = [p.cross_layer.accumulator(cache.batch, p.regions.body_capacity) for p in cache.plans if p.cross_layer]
     return max((kvq.nbytes(leaf.struct) for leaf in accumulators), default=0)

@@ -1,13 +1,13 @@
-"""Method parameters: what a cache method needs beside the codes, calibrated on a text or made from the weights, carried by the model.
+"""Method parameters: arrays that a cache method needs beside the codes, calibrated on a text or made from the weights.
 
-With them goes what they were made for, as static text: `parameters_for` hands them to no cache that needs others.
+The model carries them with the options that they were made for, as static text: `parameters_for` hands them to no cache that needs others.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,12 +22,12 @@ from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.base import Method
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
 from kvq_models.calibration.needs import fingerprint, needs
+from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import Llama
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
-Progress = Callable[[Sequence[int], str], Iterable[int]]  # shows how far a loop over layers is
 Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
 
 
@@ -50,7 +50,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = None, progress: Progress | None = None) -> Llama:
-    """The model with what `spec` needs in its `cache_parameters`; the identity for methods without parameters.
+    """Return the model with the parameters of `spec` in its `cache_parameters`; the identity for methods without parameters.
 
     The weights are shared with the given model. `progress` wraps the loop over layers whose weights are factored (seconds a layer for large
     models), as tqdm would. ValueError, in one line, where the spec does not fit the model (or subtracts a bias that its keys do not have),
@@ -68,7 +68,7 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
 
 
 def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
-    """What the model carries for each layer of a cache of `spec`: a pair (k, v), or () where it carries nothing at all.
+    """Return the model's parameters for each layer of a cache of `spec`: a pair (k, v), or () where it carries none at all.
 
     ValueError names the first side whose parameters were made for other options than the cache needs. Parameters that nobody asks for are
     no error, nor are those that were put into the model by hand, of which nothing is known.
@@ -89,13 +89,13 @@ def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
 def check_calibration(
     spec: CacheSpec, config: LlamaConfig, calibration: Given | None, model_fingerprint: str | None = None
 ) -> Calibration | None:
-    """The calibration that `spec` is to be used with, checked; None where it needs none. Raises as `prepare`.
+    """Return the calibration that `spec` is to be used with, checked; None where it needs none. Raises as `prepare`.
 
     Without `model_fingerprint`, everything is compared but the weights.
     """
     if calibration is None:
         if needs(spec, config):
-            raise ValueError(f"{str(spec)!r} needs a calibration: {how_to_calibrate(spec)}")
+            raise ValueError(f"{str(spec)!r} needs a calibration: {calibration_hint(spec)}")
         return None
     if not isinstance(calibration, Calibration):
         return read_calibration(calibration, spec, config, model_fingerprint)
@@ -103,12 +103,12 @@ def check_calibration(
     return calibration
 
 
-def how_to_calibrate(spec: CacheSpec) -> str:
+def calibration_hint(spec: CacheSpec) -> str:
     return f"make one with kvq calibrate MODEL --text FILE --cache '{spec}' --out F.safetensors, then give --calibration F.safetensors"
 
 
 def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None) -> CacheParameters | tuple[()]:
-    """The parameters of every layer; () where no side of any layer needs any."""
+    """Return the parameters of every layer; () where no side of any layer needs any."""
     sides: dict[tuple[int, str], Any] = {}
     if calibration is not None:
         for name, need in needs(spec, llama.config).items():
@@ -126,7 +126,7 @@ def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, 
 
 @functools.cache
 def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
-    """What the parameters of a cache of `spec` have to be made for."""
+    """Return the options that the parameters of a cache of `spec` depend on."""
 
     def side(method: Method, codec: Codec) -> str:
         options = codec.calibration_key() if codec.parameters(dims.num_key_value_heads) else codec.weights_key()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
 import shutil
 import subprocess
@@ -26,6 +27,21 @@ NEW = 24
 
 def generate_arguments(directory, *more):
     return ("generate", directory, "--prompt", PROMPT, "--cache", CACHE, "--max-new-tokens", NEW, "--dtype", "float32", *more)
+
+
+def test_the_package_runs_as_a_module_and_tells_its_version():
+    command = [sys.executable, "-m", "kvq_tools", "--version"]
+    assert subprocess.run(command, timeout=60, check=True, capture_output=True, text=True).stdout == f"kvq {kvq.__version__}\n"
+
+
+def test_commands_do_not_import_each_other():
+    folder = pathlib.Path(main.__file__).parent / "commands"
+    files = {file: file.read_text(encoding="utf-8") for file in folder.glob("*.py")}
+    assert {file.stem for file in files} == {"__init__", *main.COMMANDS}
+    found = [
+        file.name for file, text in files.items() if re.search(r"kvq_tools\.cli\.commands|from kvq_tools\.cli import .*commands", text)
+    ]
+    assert not found, found
 
 
 # --- generate -----------------------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def no_weights(monkeypatch, *commands):
         raise ValueError("weights were read")
 
     for command in commands:
-        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.{command}"), "load_llama", stop)
+        monkeypatch.setattr(importlib.import_module(f"kvq_tools.cli.commands.{command}"), "load_llama", stop)
 
 
 # --- calibrate ----------------------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_then_writes_the_same_file
         patch.setattr(fit, "record", interrupt)
         code, text, err = run(*request(model, out))
     assert (code, text) == (130, "")
-    assert f"the same command goes on from what is in '{out}.work'" in err
+    assert err.splitlines()[-1] == f"kvq: interrupted: the same command goes on from what is in '{out}.work'"
     assert not out.exists()
     code, _, err = run(*request(model, out))
     assert code == 0, err

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
+import sys
 from pathlib import Path
 
 import jax
@@ -13,28 +15,26 @@ import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+from kvq_models.llama.model import forward
+from kvq_tools.evaluation import lm_eval_model
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and datasets, which are others' to mend
 
+ROOT = Path(__file__).parents[3]
 COARSE = "int2:recent=8"
 CHOICES, LINES, TEXTS = "passage_choices", "passage_lines", "passage_texts"
 
 
 @pytest.fixture(scope="module")
-def harness():
-
-    return harness
-
-
-@pytest.fixture(scope="module")
 def paragraphs() -> list[str]:
-
-    text = (Path(kvq_tools.cli.__file__).parent / "passage.txt").read_text()
+    text = (ROOT / "kvq_tools" / "cli" / "passage.txt").read_text()
     return [" ".join(part.split()) for part in text.split("\n\n")]
 
 
 @pytest.fixture
-def task_folder(tmp_path, paragraphs, monkeypatch):
-    """Three tasks as local files; whoever opens a connection fails."""
+def offline(monkeypatch):
+    """Whoever opens a connection fails."""
     import datasets
 
     def refuse(self, address):
@@ -44,6 +44,11 @@ def task_folder(tmp_path, paragraphs, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip and git about the machine, for seconds
+
+
+@pytest.fixture
+def task_folder(tmp_path, paragraphs, offline):
+    """Three tasks as local files."""
     text, rng = " ".join(paragraphs).split(), random.Random(0)
     rows = []
     for at in range(0, 6 * 50, 50):
@@ -110,8 +115,6 @@ def instances(*arguments):
 
 def exact(lm, context, continuation):
     """(log-probability, greedy) of a continuation by a plain forward pass, padded to one shape."""
-    from kvq_models.llama.model import forward
-
     row = np.zeros((1, 256), np.int32)
     row[0, : len(context + continuation)] = context + continuation
     logits = np.asarray(jax.jit(forward)(lm.llama, jnp.asarray(row))[0], np.float64)
@@ -124,7 +127,7 @@ def worst(found, expected):
     return max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
 
 
-def test_scores_are_those_of_decoding_and_change_with_the_bits(harness, task_folder):
+def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
     dense, coarse = (lm_eval_model.KvqLM(cache=cache, batch_size=6) for cache in ("dense", COARSE))
     results, answers = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
     again, same = evaluated(dense, task_folder, CHOICES, LINES, TEXTS)
@@ -146,7 +149,7 @@ def test_scores_are_those_of_decoding_and_change_with_the_bits(harness, task_fol
     assert not any("," in text for _, texts in answers[LINES] + others[LINES] for text in texts)
 
 
-def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(harness, paragraphs):
+def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(paragraphs):
     lm = lm_eval_model.KvqLM(batch_size=2)
     words = " ".join(paragraphs).split()
     pairs = [(" ".join(words[at : at + length]), " " + words[at + length]) for at, length in ((0, 25), (40, 3), (90, 55), (200, 12))]
@@ -157,7 +160,7 @@ def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the
 
 
 @pytest.mark.parametrize("context", ["decode", "prefill"])
-def test_long_contexts_lose_tokens_on_the_left(harness, paragraphs, context):
+def test_long_contexts_lose_tokens_on_the_left(paragraphs, context):
     lm = lm_eval_model.KvqLM(max_length=40, context=context)
     ids = lm.tok_encode(" ".join(paragraphs))[:120]
     found = lm._loglikelihood_tokens([(None, ids[:110], ids[110:])], disable_tqdm=True)
@@ -165,7 +168,7 @@ def test_long_contexts_lose_tokens_on_the_left(harness, paragraphs, context):
     assert worst(found, [exact(lm, ids[80:110], ids[110:])]) > 1e-3
 
 
-def test_a_prefilled_context_gives_a_method_its_prompt_statistics(harness, paragraphs):
+def test_a_prefilled_context_gives_a_method_its_prompt_statistics(paragraphs):
     lm = lm_eval_model.KvqLM(cache="innerq:bits=2,recent=32")
     ids = lm.tok_encode(" ".join(paragraphs))[:150]
     scores = {}
@@ -176,7 +179,7 @@ def test_a_prefilled_context_gives_a_method_its_prompt_statistics(harness, parag
     assert worst(scores["prefill"], true) > 1e-3, "the continuation did not read codes"
 
 
-def test_rolling_windows_predict_each_token_once(harness, paragraphs):
+def test_rolling_windows_predict_each_token_once(paragraphs):
     lm = lm_eval_model.KvqLM(max_length=40)
     text = " ".join(paragraphs)[:400]
     ids = [lm.prefix_token_id, *lm.tok_encode(text)]
@@ -188,7 +191,7 @@ def test_rolling_windows_predict_each_token_once(harness, paragraphs):
     assert found == pytest.approx([expected], abs=1e-3)
 
 
-def test_generation_is_that_of_generate_and_ends_at_the_first_stop(harness, paragraphs):
+def test_generation_is_that_of_generate_and_ends_at_the_first_stop(paragraphs):
     from kvq_jax.cache.cache import init_cache
     from kvq_models.inference.generation import generate
 
@@ -208,7 +211,7 @@ def test_generation_is_that_of_generate_and_ends_at_the_first_stop(harness, para
     assert text(late, early) == whole.split(early)[0]
 
 
-def test_sampling_is_that_of_the_task_and_follows_the_seed(harness, paragraphs):
+def test_sampling_is_that_of_the_task_and_follows_the_seed(paragraphs):
     def texts(seed, **options):
         lm = lm_eval_model.KvqLM(seed=seed)
         request = (paragraphs[0], {"until": [], "max_gen_toks": 12} | options)
@@ -223,7 +226,7 @@ def test_sampling_is_that_of_the_task_and_follows_the_seed(harness, paragraphs):
     assert greedy[0] not in warm
 
 
-def test_mistakes_are_named(harness):
+def test_mistakes_are_named():
     for arguments, line in (
         ({"cache": "int1"}, "int1"),
         ({"cache": "kvquant"}, "needs a calibration"),
@@ -241,7 +244,41 @@ def test_mistakes_are_named(harness):
         lm._loglikelihood_tokens([(None, [1], [2] * 41)])
 
 
-def test_lm_eval_finds_the_model_by_name(harness):
+def test_lm_eval_finds_the_model_by_name():
     from lm_eval.api.registry import get_model
 
     assert get_model("kvq") is lm_eval_model.KvqLM
+
+
+LOCAL = {
+    "gsm8k_cot": {"question": "How many are 3 and 4?", "answer": "3 + 4 = 7\n#### 7"},
+    "longbench_qasper": {"question": "Who?", "context": "It was Mr. Bennet.", "answers": ["Mr. Bennet"], "length": 4},
+}
+
+
+@pytest.mark.parametrize("task", LOCAL)
+def test_the_documented_group_runs_lm_evals_tasks_on_local_files(task, offline, tmp_path, monkeypatch, capsys):
+    if task.startswith("longbench"):
+        for package in ("jieba", "fuzzywuzzy", "rouge"):
+            pytest.importorskip(package, reason="needs lm_eval[longbench]")
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (group,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    kept = [part for part in group.split("  - task: ") if part.startswith(("group:", task))]
+    assert len(kept) == 2, group
+    (file,) = re.findall(r"test: (\S+?)}", kept[1])
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "local.yaml").write_text("  - task: ".join(kept))
+    (tmp_path / file).write_text(json.dumps(LOCAL[task]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    arguments = {"pretrained": "embedded", "cache": "innerq:bits=2"}
+    command = ["run", "--model", "kvq", "--model_args", json.dumps(arguments), "--include_path", "tasks", "--tasks", "local"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *command, "--gen_kwargs", "max_gen_toks=8", "--output_path", "out", "--log_samples"])
+    lm_eval_model.cli_evaluate()
+    assert task in capsys.readouterr().out
+    (samples,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
+    sample = json.loads(samples.read_text().splitlines()[0])
+    prompt = sample["arguments"]["gen_args_0"]["arg_0"]
+    assert prompt.endswith(("\nQ: How many are 3 and 4?\nA:", "Question: Who?\n\nAnswer:"))
+    assert sample["target"] in ("7", str(["Mr. Bennet"]))
+    assert sample["resps"][0][0], "nothing was generated"

@@ -103,7 +103,7 @@ def test_magnitudes_are_means_over_all_tokens_of_what_the_model_computes():
     llama = random_llama(tiny_config("qwen2"), seed=3)
     rows = np.asarray(random_tokens((3, 24)))
     parts = [[outlier_channels.decompose(np.asarray(p.kernel[...])) for p in (layer.k_proj, layer.v_proj)] for layer in llama.layers]
-    found = list(outlier_channels.measure(llama, rows, iter([(k.u, v.u) for k, v in parts])))
+    found = list(outlier_channels.layer_magnitudes(llama, rows, iter([(k.u, v.u) for k, v in parts])))
     keys: dict[int, list[np.ndarray]] = {0: [], 1: []}
     for row in rows:
         window = np.append(row, 0)  # the last token is only a label there
@@ -126,7 +126,7 @@ def test_keys_that_are_not_finite_are_refused_by_layer():
     llama.layers[1].k_proj.kernel[...] = jnp.full((WIDTH, KEYS), jnp.inf)
     bases = iter(2 * [(np.zeros((WIDTH, KEYS), np.float32), np.zeros((WIDTH, KEYS), np.float32))])
     with pytest.raises(ValueError, match="layer 1: keys or values are not finite"):
-        list(outlier_channels.measure(llama, np.asarray(random_tokens((1, 24))), bases))
+        list(outlier_channels.layer_magnitudes(llama, np.asarray(random_tokens((1, 24))), bases))
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------------------

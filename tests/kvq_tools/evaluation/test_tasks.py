@@ -11,7 +11,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
 from kvq_tools.evaluation.stress import Outliers, Stress, stressed
-from kvq_tools.evaluation.tasks import gsm8k, longbench, niah, passkey
+from kvq_tools.evaluation.tasks import niah, passkey
 from kvq_tools.evaluation.tasks.filler import depth_of, fitted
 from kvq_tools.evaluation.tasks.runner import batches, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
@@ -154,73 +154,6 @@ def test_ready_made_samples_are_asked_as_they_are(tmp_path):
     assert niah.from_file(file, prompts)[0].answers == ("needle", "hay")
 
 
-def test_gsm8k_is_asked_after_worked_examples(tmp_path):
-    file = lines(tmp_path / "problems", {"question": "How many?", "answer": "One and one.\n#### 1,002"})
-    for count, start in ((8, "Q: There are 15 trees in the grove."), (1, "Q: There are 15 trees"), (0, "Q: How many?")):
-        (sample,) = gsm8k.from_file(file, embedded_prompts(), examples=count)
-        words = prompt_text(sample)
-        assert words.startswith(start)
-        assert words.endswith("Q: How many?\nA:")
-        assert words.count("Q: ") == words.count("\nA:") == count + 1
-        assert words.count("The answer is") == count
-        assert sample.answers == ("1002",)
-
-
-def bench(tmp_path, name="qasper", **row):
-    fields = {"input": "Why?", "context": "Because.", "answers": ["so", "thus"], "all_classes": None, "length": 5000}
-    return lines(tmp_path / f"{name}.jsonl", fields | row)
-
-
-def test_longbench_takes_prompt_length_and_dataset_from_the_benchmark(tmp_path):
-    prompts = embedded_prompts()
-    (sample,) = longbench.from_file(bench(tmp_path), prompts, 2048)
-    words = prompt_text(sample)
-    assert words.startswith("You are given a scientific article and a question. Answer the question as concisely as you can")
-    assert words.endswith("Question: Why?\n\nAnswer:")
-    assert "Article: Because." in words
-    assert (sample.answers, sample.max_new_tokens) == (("so", "thus"), 128)
-    assert dict(sample.labels) == {"dataset": "qasper", "words": "4-8k"}
-    named = longbench.from_file(bench(tmp_path, "x", dataset="trec_e", all_classes=["a"]), prompts, 2048)
-    assert (named[0].labels["dataset"], named[0].max_new_tokens, named[0].facts["classes"]) == ("trec", 64, ["a"])
-    asked = longbench.from_file(bench(tmp_path, "x"), prompts, 2048, dataset="lcc", max_new_tokens=7)
-    assert (asked[0].labels["dataset"], asked[0].max_new_tokens) == ("lcc", 7)
-
-
-class Words:
-    """A tokenizer whose tokens are the words of a text, and which may add tokens of its own."""
-
-    def __init__(self, extra=0):
-        self.extra, self.words = extra, []
-
-    def __call__(self, text, **_):
-        ids = []
-        for word in text.split():
-            self.words += [] if word in self.words else [word]
-            ids.append(self.words.index(word))
-        return type("Encoded", (), {"input_ids": [*ids, *[0] * self.extra]})
-
-    def decode(self, ids, **_):
-        return " ".join(self.words[i] for i in ids) + " "
-
-
-@pytest.mark.parametrize(("most", "kept"), [(10, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]), (7, [0, 1, 2, 17, 18, 19]), (20, list(range(20)))])
-def test_a_long_prompt_keeps_the_first_and_the_last_half_of_its_tokens(most, kept):
-    text = " ".join(f"w{i}" for i in range(20))
-    ids, cut = longbench.truncated(text, Prompts(Words()), most, 100, plain=False)
-    assert ids == kept
-    assert cut == 20 - len(kept)
-
-
-def test_more_is_cut_where_a_chat_template_needs_the_room():
-    text, words = " ".join(f"w{i}" for i in range(20)), Words()
-    prompts = Prompts(words, lambda turn: [7, 7, 7, *words(turn).input_ids])
-    ids, cut = longbench.truncated(text, prompts, 20, 20, plain=False)
-    assert (ids, cut) == ([7, 7, 7, *range(8), *range(12, 20)], 4)
-    assert longbench.truncated(text, prompts, 20, 20, plain=True)[0] == list(range(20))
-    with pytest.raises(ValueError, match="leave 4 tokens for a prompt, too few"):
-        longbench.truncated(text, prompts, 4, 4, plain=False)
-
-
 def test_a_chat_template_holds_the_question_and_the_answer_begins_after_it():
     tokenizer = embedded_prompts().tokenizer
     prompts = Prompts(tokenizer, lambda turn: list(tokenizer(f"<user>{turn}</user>").input_ids))
@@ -233,21 +166,14 @@ BAD_FILES = {
     "empty": ("", "has no samples"),
     "no json": ("{", "line 1: not JSON"),
     "a list": ("[1]", "must be an object, not a list"),
-    "no field": ('{"input": "a", "context": "b"}', "needs the field 'answers', a list"),
-    "a number": ('{"input": 3, "context": "b", "answers": ["c"]}', "needs the field 'input', a str"),
-    "a dataset that is no text": ('{"input": "a", "context": "b", "answers": ["c"], "dataset": 7}', "'dataset' must be a str, not a int"),
-    "classes that are no list": (
-        '{"input": "a", "context": "b", "answers": ["c"], "dataset": "trec", "all_classes": 5}',
-        "line 1: the field 'all_classes' must be a list, not a int",
-    ),
-    "classes that are no texts": (
-        '{"input": "a", "context": "b", "answers": ["c"], "dataset": "trec", "all_classes": [5]}',
-        "'all_classes' must list texts only",
-    ),
-    "half a surrogate pair": ('{"input": "a", "context": "\\ud800", "answers": ["c"]}', "the field 'context' is no text"),
+    "no field": ('{"input": "a"}', "needs the field 'outputs', a list"),
+    "a number": ('{"input": 3, "outputs": ["c"]}', "needs the field 'input', a str"),
+    "a prefix that is no text": ('{"input": "a", "outputs": ["c"], "answer_prefix": 7}', "'answer_prefix' must be a str, not a int"),
+    "outputs that are no list": ('{"input": "a", "outputs": 5}', "line 1: needs the field 'outputs', a list"),
+    "outputs that are no texts": ('{"input": "a", "outputs": [5]}', "'outputs' must list texts only"),
+    "half a surrogate pair": ('{"input": "\\ud800", "outputs": ["c"]}', "the field 'input' is no text"),
     "endless": ("[" * 100_000, "line 1: not JSON"),
-    "no answers": ('{"input": "a", "context": "b", "answers": []}', "must list at least one text"),
-    "no dataset": ('{"input": "a", "context": "b", "answers": ["c"]}', "'file' is no dataset of LongBench; known: narrativeqa"),
+    "no outputs": ('{"input": "a", "outputs": []}', "must list at least one text"),
 }
 
 
@@ -257,7 +183,7 @@ def test_a_bad_file_is_named_with_its_line(case, tmp_path):
     if content is not None:
         (tmp_path / "file").write_text(content)
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
-        longbench.from_file(tmp_path / "file", embedded_prompts(), 2048)
+        niah.from_file(tmp_path / "file", embedded_prompts())
 
 
 @pytest.mark.parametrize(
@@ -339,7 +265,7 @@ def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_
     assert [(part["depth"], part["samples"], part["accuracy"]) for part in exact["by"]["depth"]] == [(0.2, 2, 1), (0.6, 2, 1)]
     assert exact["by"]["length"] == [{"length": 256, "samples": 4, "accuracy": 1}]
     assert exact["bytes"] > forgetful["bytes"]
-    assert (found["samples"], found["cut_samples"], found["max_new_tokens"]) == (4, 0, 16)
+    assert (found["samples"], found["max_new_tokens"]) == (4, 16)
     assert "What is the pass key? The pass key is " in found["rules"]["prompt"]
     written = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
     shown = [{"cache": one["name"]} | answer for one in found["caches"] for answer in one["answers"]]
@@ -347,10 +273,10 @@ def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_
 
 
 def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
-    file = bench(tmp_path, "trec", all_classes=["Yes", "No"], answers=["Yes"])
-    code, out, err = run("longbench", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8, "--max-length", 20)
+    file = lines(tmp_path / "keys", {"input": "The pass key is 12345.", "target": "12345"})
+    code, out, err = run("passkey", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8)
     assert code == 0, err
-    for part in ("truncation: ", "1 samples with prompts of 20 to", "1 of them cut", "│ int4", "score"):
+    for part in ("score: 1 where the first number", "1 samples with prompts of", "│ int4", "accuracy"):
         assert part in out, f"{part!r} is missing in {out}"
 
 
@@ -364,15 +290,12 @@ BAD_REQUESTS = {
     "data and lengths": (("passkey", "--data", "{tmp}/empty", "--lengths", "9"), "--lengths is for generated samples"),
     "no text": (("niah", "--task", "multikey_1", "--max-new-tokens", "4"), "give one (--text FILE)"),
     "no task": (("niah", "--task", "multikey_9"), "invalid choice"),
-    "no data": (("gsm8k",), "--data"),
-    "missing data": (("gsm8k", "--data", "{tmp}/none"), "none"),
-    "empty data": (("gsm8k", "--data", "{tmp}/empty"), "has no samples"),
-    "too many shots": (("gsm8k", "--data", "{tmp}/empty", "--shots", "9"), "invalid choice"),
-    "unknown cache": (("gsm8k", "--data", "{tmp}/empty", "--cache", "kivo"), "unknown cache method"),
-    "no dataset": (("longbench", "--data", "{tmp}/row"), "'row' is no dataset"),
-    "answers exist": (("gsm8k", "--data", "{tmp}/row", "--answers", "{tmp}/row"), "must be a new file"),
-    "no chat template": (("longbench", "--data", "{tmp}/row", "--dataset", "qasper", "--chat"), "no chat template"),
-    "no room": (("longbench", "--data", "{tmp}/row", "--dataset", "qasper", "--max-new-tokens", "255"), "no room for a prompt in 256"),
+    "missing data": (("passkey", "--data", "{tmp}/none"), "none"),
+    "empty data": (("passkey", "--data", "{tmp}/empty"), "has no samples"),
+    "unknown cache": (("passkey", "--data", "{tmp}/empty", "--cache", "kivo"), "unknown cache method"),
+    "answers exist": (("passkey", "--data", "{tmp}/row", "--answers", "{tmp}/row"), "must be a new file"),
+    "no chat template": (("passkey", "--data", "{tmp}/row", "--chat"), "no chat template"),
+    "no room": (("passkey", "--data", "{tmp}/row", "--max-new-tokens", "255"), "and the model was trained for 256 positions"),
 }
 
 
@@ -382,7 +305,7 @@ def test_a_bad_request_is_one_line_before_weights_are_read(case, tiny, tmp_path,
 
     monkeypatch.setattr(task_runs, "load_llama", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / "empty").write_text("")
-    lines(tmp_path / "row", {"input": "a", "context": "b", "answers": ["c"]})
+    lines(tmp_path / "row", {"input": "a", "target": "c"})
     (command, *options), message = BAD_REQUESTS[case]
     code, out, err = run(command, tiny, *(option.format(tmp=tmp_path) for option in options))
     assert (code, out) == (2, ""), err

@@ -1,0 +1,92 @@
+"""The arguments of `kvq eval` and `kvq report`: a text, caches, and how they are evaluated on it."""
+
+from __future__ import annotations
+
+import argparse
+
+import kvq_jax as kvq
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, input_errors
+from kvq_tools.evaluation.results import BUCKETS
+from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, Settings, check_request
+from kvq_tools.evaluation.text import TokenizedText, tokenize
+from kvq_tools.evaluation.through import CHUNK, MODES, STEP
+
+
+def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the text, the caches and how they are evaluated; `checked` reads these arguments."""
+    parser.add_argument("--text", metavar="FILE", required=required, help="a UTF-8 text to predict")
+    parser.add_argument(
+        "--cache", metavar="SPEC", type=inputs.named_cache, action="append", required=required, help="a cache; may be given several times"
+    )
+    inputs.add_calibration(parser, several=True)
+    parser.add_argument(
+        "--window",
+        metavar="W",
+        type=inputs.positive,
+        help=f"tokens of a window (default: the model's max_position_embeddings, or {MOST_WINDOW} if that is less)",
+    )
+    parser.add_argument("--stride", metavar="S", type=inputs.positive, help="from one window to the next (default: half a window)")
+    parser.add_argument("--mode", choices=MODES, default="decode", help="how the cache is used (default: %(default)s)")
+    parser.add_argument("--chunk", metavar="C", type=inputs.positive, help=f"tokens of a chunk of --mode chunked (default: {CHUNK})")
+    parser.add_argument(
+        "--prompt", metavar="P", type=inputs.positive, help="prefill P tokens of each window in --mode decode, and do not score them"
+    )
+    parser.add_argument(
+        "--step",
+        metavar="T",
+        type=inputs.positive,
+        help=f"tokens of one step of --mode decode; 1 is what fused GPU kernels serve, others are quicker (default: {STEP})",
+    )
+    parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="windows at a time (default: %(default)s)")
+    parser.add_argument("--limit", metavar="TOKENS", type=inputs.positive, help="read only the first tokens of the text")
+    parser.add_argument(
+        "--buckets",
+        metavar="N",
+        type=inputs.positive,
+        default=BUCKETS,
+        help="parts of a window in numbers by position (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=inputs.DTYPES,
+        default="float32",
+        help="of weights, activations and exact rows (default: %(default)s); in bfloat16, --cache dense shows what rounding alone does",
+    )
+
+
+def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
+    """Read and check all that needs no weights: (the config, the text, the settings, the calibration of each cache)."""
+    for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
+        if getattr(options, name) is not None and options.mode != mode:
+            raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
+    whole = inputs.read_text(options.text)
+    specs = [spec for _, spec in options.cache]
+    config = inputs.read_config(options.model, *specs)
+    files = inputs.calibrations(config, specs, options.calibration or [])
+    tokenizer = inputs.need_tokenizer(options.model, "read the text")
+    text = tokenize(tokenizer, whole)
+    text = text if options.limit is None else text.first(options.limit)
+    with input_errors():
+        settings = check_request(
+            config,
+            text.ids,
+            specs,
+            window=options.window,
+            stride=options.stride,
+            mode=options.mode,
+            batch=options.batch,
+            chunk=options.chunk or CHUNK,
+            prompt=options.prompt or 0,
+            step=options.step or STEP,
+        )
+    return config, text, settings, files
+
+
+def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
+    """Warn where nothing is quantized in windows of the cache's capacity."""
+    window, chunked = cache.capacity, settings.mode == "chunked"
+    newest = (window - 1) // settings.chunk * settings.chunk if chunked else window - 1
+    chunks = f" and chunks of {settings.chunk}" if chunked else ""
+    inputs.warn_if_exact(name, cache, None if settings.mode == "fake" else newest, f"in windows of {window} tokens{chunks}")
