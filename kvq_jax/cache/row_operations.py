@@ -9,6 +9,7 @@ merge_rows   a server adds a new sequence to a running batch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...
     return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
 
 
-def select_rows(cache: Cache, index: Int[ArrayLike, " rows"]) -> Cache:
+def select_rows(cache: Cache, index: Int[ArrayLike, " rows"] | Sequence[int]) -> Cache:
     """The cache of rows index[0], index[1], ...: a selection, a new order, or copies. Exact.
 
     Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be looked at and are clamped.

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
+from kvq_jax.pytree import pytree
 from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
@@ -22,7 +23,7 @@ from kvq_models.llama.model import Llama
 STREAM_STEPS = 8  # tokens between two looks at a stream
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Generated:
     """tokens [B, max_new_tokens] int32, of which the first lengths [B] count (the end-of-sequence token included; 0 after it); logprobs
@@ -35,7 +36,7 @@ class Generated:
     logprobs: Float[Array, "B new"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """The loop's state: next logits, what was generated so far, which rows have ended."""

@@ -83,7 +83,7 @@ def test_a_round_trip_never_negates_a_key(bits: tuple[int, int], grid: str):
 def test_grouping_is_about_twice_as_accurate_as_the_first_version():
     data = golden(NAME)["K"]
     errors = {
-        grid: relative(np.asarray(kvq.roundtrip(f"polarquant:grid={grid}", data, data)[0]), np.asarray(data))
+        grid: relative(np.asarray(kvq.roundtrip(f"polarquant:grid={grid}", jnp.asarray(data), jnp.asarray(data))[0]), np.asarray(data))
         for grid in ("grouped", "global")
     }
     assert errors["grouped"] < 0.6 * errors["global"], errors
