@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvq_models.llama.config import LlamaConfig
 
 
-def draw(token_ids: ArrayLike, samples: int, length: int, seed: int) -> Int[np.ndarray, "samples length+1"]:
+def draw(token_ids: ArrayLike, samples: int, length: int, seed: int) -> Int[np.ndarray, "{samples} {length}+1"]:
     """`samples` windows of length + 1 tokens that start anywhere in the text: `length` inputs, each with the token to predict after it.
 
     The same seed draws the same windows; they may overlap. ValueError where the text has no window of that length.

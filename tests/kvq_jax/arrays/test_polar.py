@@ -166,7 +166,7 @@ def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int],
     def compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
         np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(wanted).max(), err_msg=name)
 
-    positions = jnp.zeros((1, 1), jnp.int32)
+    positions = jnp.zeros((1, 64), jnp.int32)
     three = np.asarray(codec.scores((), step, jnp.asarray(q), body, positions, None))
     ones = [np.asarray(codec.scores((), step, jnp.asarray(q[:, :, r : r + 1]), body, positions, None)) for r in range(3)]
     compare("keys", three, wanted)
