@@ -23,9 +23,11 @@ RoPE pairs are the half-split pairs (i, i + H/2) of Hugging Face's Llama.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.pytree import pytree
@@ -36,6 +38,7 @@ Tree: TypeAlias = Any  # a pytree whose structure a method defines
 QueryBNTH: TypeAlias = Float[Array, "B N T H"]
 RowsBKTH: TypeAlias = Float[Array, "B K T H"]
 CachedRows: TypeAlias = Float[Array, "B heads T C"]  # K or V, or what they are rebuilt from
+Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # what a caller may give for tokens or lengths
 ArrayOrStruct: TypeAlias = Array | jax.ShapeDtypeStruct
 LengthsB: TypeAlias = Int[Array, "B"]
 PositionsBT: TypeAlias = Int[Array, "B T"]

@@ -107,7 +107,7 @@ def test_a_planted_wrong_result_is_refused(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "kvq_jax.planted")
     monkeypatch.delattr(kvq, "planted")
     assert planted.transposed(jnp.zeros((3, 3))).shape == (3, 3)
-    with pytest.raises(TypeCheckError, match="return value of kvq_jax.planted.transposed"):
+    with pytest.raises(TypeCheckError, match=r"return value of kvq_jax\.planted\.transposed"):
         planted.transposed(jnp.zeros((3, 4)))
 
 

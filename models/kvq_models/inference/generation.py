@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.array_types import Integers
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_jax.pytree import pytree
@@ -53,8 +53,8 @@ class Progress:
 def generate(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None = None,
+    tokens: Integers,
+    lengths: Integers | None = None,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),  # noqa: B008  # frozen
@@ -77,8 +77,8 @@ def generate(
 def generate_stream(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None = None,
+    tokens: Integers,
+    lengths: Integers | None = None,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),  # noqa: B008  # frozen
@@ -105,8 +105,8 @@ def _key(key: Array | None) -> Array:
 def start(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None,
+    tokens: Integers,
+    lengths: Integers | None,
     max_new_tokens: int,
     sampling: Sampling,
     implementation: Implementation = None,
