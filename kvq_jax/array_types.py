@@ -23,22 +23,29 @@ RoPE pairs are the half-split pairs (i, i + H/2) of Hugging Face's Llama.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.pytree import pytree
 from kvq_jax.rope import Rope
 
 Tree: TypeAlias = Any  # a pytree whose structure a method defines
 
 QueryBNTH: TypeAlias = Float[Array, "B N T H"]
 RowsBKTH: TypeAlias = Float[Array, "B K T H"]
+CachedRows: TypeAlias = Float[Array, "B heads T C"]  # K or V, or what they are rebuilt from
+Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # what a caller may give for tokens or lengths
+ArrayOrStruct: TypeAlias = Array | jax.ShapeDtypeStruct
 LengthsB: TypeAlias = Int[Array, "B"]
 PositionsBT: TypeAlias = Int[Array, "B T"]
 ValidBT: TypeAlias = Bool[Array, "B T"]
 
 
+@runtime_checkable
 class ModelDims(Protocol):
     """What a cache needs to know of a model; `kvq_models.LlamaConfig` and a Hugging Face Llama config both have it."""
 
@@ -54,7 +61,7 @@ class ModelDims(Protocol):
     def hidden_size(self) -> int: ...
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LayerInputs:
     """Everything about T new tokens that one layer can offer to a cache method.
@@ -77,7 +84,7 @@ class LayerInputs:
     residual: Float[Array, "B T D"] | None = None
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
     """What of one layer's weights a cache method may build on: everything between the residual stream and the keys and values.
@@ -87,10 +94,10 @@ class LayerWeights:
     Shapes: kernels [D, K * H], biases [K * H] or None, input_norm [D], k_norm [H] or None (no QK-norm), norm_eps [] fp32.
     """
 
-    k_kernel: Float[Array, "D KH"]
-    v_kernel: Float[Array, "D KH"]
-    k_bias: Float[Array, " KH"] | None
-    v_bias: Float[Array, " KH"] | None
-    k_norm: Float[Array, " H"] | None
-    input_norm: Float[Array, " D"]
-    norm_eps: Float[Array, ""]
+    k_kernel: Float[ArrayOrStruct, "D KH"]
+    v_kernel: Float[ArrayOrStruct, "D KH"]
+    k_bias: Float[ArrayOrStruct, " KH"] | None
+    v_bias: Float[ArrayOrStruct, " KH"] | None
+    k_norm: Float[ArrayOrStruct, " H"] | None
+    input_norm: Float[ArrayOrStruct, " D"]
+    norm_eps: Float[ArrayOrStruct, ""]

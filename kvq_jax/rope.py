@@ -14,13 +14,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvq_jax.pytree import pytree
 
-@jax.tree_util.register_dataclass
+
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """The rotation of one model: inverse_frequencies [H/2] fp32 in radians per token, attention_factor [] fp32."""
@@ -29,7 +30,7 @@ class Rope:
     attention_factor: Float[Array, ""]
 
 
-def rotate(rows: Float[Array, "B K T H"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B K T H"]:
+def rotate(rows: Float[Array, "B K T H"], positions: Int[Array, "#B T"], rope: Rope) -> Float[Array, "B K T H"]:
     """Rotates rows [B, K, T, H] (any head count) to their positions [B, T]."""
     # kept apart, or XLA calculates a token's cosines again for each of its heads (docs/decisions.md)
     cos_B1Th, sin_B1Th = (table[:, None] for table in lax.optimization_barrier(cosines_and_sines(positions, rope)))

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, UInt16
 
 from kvq_jax.arrays import sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
@@ -22,6 +21,7 @@ from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpac
 from kvq_jax.arrays.sparse_outliers import SparseOutliers
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.pytree import describe, pytree
 
 Rows = Float[Array, "B K T H"]
 
@@ -52,7 +52,7 @@ class CodebookFormat:
         return "float32" if self.scale_dtype == "float32" else "float16"
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class CodebookArray:
     """words: int16 [B, K, S/n, w] for each plane set; scale, zero [B, K / heads, H / channels, S] of `format.group`, or None; outliers:
@@ -71,7 +71,7 @@ def leaves(format: CodebookFormat, batch: int, heads: int, tokens: int) -> Codeb
     words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
     scale = group and Leaf(group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
     sparse = sparse_outliers.leaves(batch, tokens, format.slots, format.residual_dtype, format.overflows) if format.slots else None
-    return CodebookArray(words, scale, scale, sparse, format)  # type: ignore[arg-type]  # a tree of descriptions
+    return describe(CodebookArray, words=words, scale=scale, zero=scale, outliers=sparse, format=format)
 
 
 def quantize(
@@ -100,7 +100,7 @@ def quantize(
     return CodebookArray(words, *((None, None) if group is None else (scale, zero)), sparse, format)
 
 
-def codes(body: CodebookArray) -> Int[Array, "B K T H"]:
+def codes(body: CodebookArray) -> UInt16[Array, "B K T H"]:
     return unpack(body.words, body.format.layout)
 
 

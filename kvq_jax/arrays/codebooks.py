@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Integer, UInt8
 
 NORMAL_FLOAT_TAIL = 0.9677083  # the quantile of the largest level before scaling: QLoRA's for 4 bits, used for 2 and 3 bits as well
 
@@ -42,7 +42,7 @@ def nearest_codes(y: Float[Array, "..."], levels: Float[Array, " entries"]) -> U
     return codes
 
 
-def look_up(levels: Float[Array, " entries"], codes: Int[Array, "..."]) -> Float[Array, "..."]:
+def look_up(levels: Float[Array, "entries ..."], codes: Integer[Array, "..."]) -> Float[Array, "..."]:
     """levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the entries, bit 1 the rest. XLA's CPU backend vectorizes
     selects, and no gather (docs/decisions.md)."""
     entries = [levels[i] for i in range(levels.shape[0])]

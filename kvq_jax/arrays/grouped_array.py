@@ -12,14 +12,14 @@ import dataclasses
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, UInt16
 
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
 from kvq_jax.arrays.stored import Leaf
+from kvq_jax.pytree import describe, pytree
 
 Axis = Literal["channels", "tokens"]
 Scheme = Literal["asym", "sym", "hybrid"]
@@ -65,7 +65,7 @@ class GroupFormat:
         return 2**self.bits - 1
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class GroupedArray:
     """x ~ code * scale + zero.
@@ -88,7 +88,7 @@ def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedA
         scale = Leaf(format.channel_group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
     else:
         scale = Leaf((batch, heads, tokens // format.group_size, format.channels), format.scale_dtype, 2)
-    return GroupedArray(words, scale, scale if format.stores_zero else None, format)  # type: ignore[arg-type]  # a tree of descriptions
+    return describe(GroupedArray, words=words, scale=scale, zero=scale if format.stores_zero else None, format=format)
 
 
 def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> GroupedArray:
@@ -114,12 +114,12 @@ def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme 
     return GroupedArray(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
 
 
-def codes(body: GroupedArray) -> Int[Array, "B K T H"]:
+def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
     """The unsigned codes [B, K, T, H], sign included where there is one."""
     return unpack(body.words, body.format.layout)
 
 
-def per_element(statistic: Float[Array, "B K groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
+def per_element(statistic: Float[Array, "B heads groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
     """A stored scale or zero, in fp32, repeated to one entry for each element."""
     if format.axis == "channels":
         return format.channel_group.spread(statistic)

@@ -23,7 +23,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Int16, UInt8
+from jaxtyping import Array, Int16, Integer, UInt16
 
 WORD_BITS = 16
 SPAN_TOKENS = 32
@@ -80,7 +80,7 @@ def plane_layout(bits: int, channels: int, block: int) -> PlaneLayout:
     return PlaneLayout(bits, channels, -(-chunks // unit) * unit, plane, slots, span)
 
 
-def pack(codes: UInt8[Array, "*batch tokens channels"] | Int[Array, "*batch tokens channels"], layout: PlaneLayout) -> Words:
+def pack(codes: Integer[Array, "*batch tokens channels"], layout: PlaneLayout) -> Words:
     """Packs codes [..., T, H] (T a multiple of the layout's span) into one int16 array [..., T/n, words] for each plane set."""
     *batch, tokens, channels = codes.shape
     n, c, width, span = layout.slots, layout.chunks, layout.plane, layout.span
@@ -99,7 +99,7 @@ def pack(codes: UInt8[Array, "*batch tokens channels"] | Int[Array, "*batch toke
     return tuple(words)
 
 
-def unpack(words: Words, layout: PlaneLayout) -> Int[Array, "*batch tokens channels"]:
+def unpack(words: Words, layout: PlaneLayout) -> UInt16[Array, "*batch tokens channels"]:
     """The codes [..., T, H] uint16 of packed words: the inverse of `pack`."""
     *batch, rows, _ = words[0].shape
     n, c, width, span = layout.slots, layout.chunks, layout.plane, layout.span

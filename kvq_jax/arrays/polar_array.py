@@ -15,15 +15,15 @@ import dataclasses
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, UInt16
 
 from kvq_jax.arrays.codebooks import look_up
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.pytree import describe, pytree
 
 Grid = Literal["grouped", "global"]
 Cut = Literal["gap", "fixed"]
@@ -55,7 +55,7 @@ class PolarFormat:
         return plane_layout(self.angle_bits + self.radius_bits, self.half, self.block)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class PolarArray:
     """words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token; the others [B, K, S/group, H/2], None on the global
@@ -74,7 +74,8 @@ def leaves(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArr
     layout = format.layout
     words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
     of_groups = Leaf((batch, heads, tokens // format.group_size, format.half), format.scale_dtype, 2)
-    return PolarArray(words, *[of_groups if format.grid == "grouped" else None] * 4, format)  # type: ignore[arg-type]  # a tree of descriptions
+    names = ("radius_scale", "radius_zero", "angle_scale", "angle_zero")
+    return describe(PolarArray, words=words, **dict.fromkeys(names, of_groups if format.grid == "grouped" else None), format=format)
 
 
 def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
@@ -187,7 +188,7 @@ def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Ar
     return (cos[:low], sin[:low]), (cos[low:], sin[low:])
 
 
-def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"], format: PolarFormat) -> Int[Array, "B K T half"]:
+def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"], format: PolarFormat) -> UInt16[Array, "B K T half"]:
     turns, most = 1 << format.angle_bits, (1 << format.radius_bits) - 1
     angle_codes = jnp.mod(jnp.round((angle + math.pi) * (turns / TURN)), turns).astype(jnp.uint16)
     radius_codes = jnp.clip(jnp.round(radius / jnp.where(step == 0, 1, step)), 0, most).astype(jnp.uint16)
@@ -196,7 +197,7 @@ def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"],
 
 def _floor_codes(
     v: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"], bits: int, format: PolarFormat
-) -> tuple[Int[Array, "B K groups size half"], OfGroups, OfGroups]:
+) -> tuple[UInt16[Array, "B K groups size half"], OfGroups, OfGroups]:
     """(codes, step, least): bins of the range of what counts, both ends as they are stored. A group where nothing counts has the bin 0."""
     low, high = jnp.min(jnp.where(counted, v, jnp.inf), axis=3), jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))

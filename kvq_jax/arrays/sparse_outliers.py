@@ -12,17 +12,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt8, UInt16
 
 from kvq_jax.arrays.stored import Leaf
+from kvq_jax.pytree import describe, pytree
 
 UNUSED = 65535
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class SparseOutliers:
     """index [B, E, S] uint16; residual [B, E, S]; dropped [B, S]: how many outliers of a token found no slot (255: that many or more), None
@@ -55,7 +55,7 @@ def leaves(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> 
     """The `SparseOutliers` tree of `Leaf` descriptions."""
     index, residual = (Leaf((batch, slots, tokens), kind, 2) for kind in ("uint16", dtype))
     dropped = Leaf((batch, tokens), "uint8", 1) if overflows else None
-    return SparseOutliers(index, residual, dropped)  # type: ignore[arg-type]  # a tree of descriptions
+    return describe(SparseOutliers, index=index, residual=residual, dropped=dropped)
 
 
 def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slots: int, dtype: str, overflows: bool) -> SparseOutliers:

@@ -32,7 +32,7 @@ def empty(batch: int, heads: int, rows: int, head_dim: int) -> Part:
 def extend(
     part: Part,
     scores: Float[Array, "B K R C"],
-    mask: Bool[Array, "B K R C"],
+    mask: Bool[Array, "#B #K #R #C"],
     weigh: Callable[[Float[Array, "B K R C"]], Float[Array, "B K R H"]],
 ) -> Part:
     """`part` with the tokens of one chunk added; `weigh` maps weights to weighted values. A nan score of a masked token does not count."""

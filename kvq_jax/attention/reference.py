@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvq_jax.array_types import LengthsB, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LengthsB, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import by_side
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvq_jax.layer.plan import LayerPlan, LayerState
 
 
-def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[RowsBKTH, ...]:
+def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[CachedRows, ...]:
     """Cached rows in token order, fp32 [B, K, S, C], of each codec of the plan; zeros from `lengths` on. `carry`: from the layer below."""
     regions = plan.regions
     position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))
@@ -54,7 +54,7 @@ def decode_vectors(
     return plan.k.vectors(params[0], rows[0], positions, rope), plan.v.vectors(params[1], rows[-1], positions, rope)
 
 
-def attend(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH, mask: Bool[Array, "B T S"]) -> Float[Array, "B N T H"]:
+def attend(q: QueryBNTH, k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]) -> Float[Array, "B N T H"]:
     """softmax(q k^T / sqrt(H)) v in fp32; query head n reads KV head n // G."""
     batch, heads, tokens, head_dim = q.shape
     q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)

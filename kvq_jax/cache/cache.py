@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from kvq_jax.array_types import LengthsB, ModelDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
+from kvq_jax.pytree import describe, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CacheDims:
     hidden_size: int
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """layers: one LayerState for each layer; lengths [B] int32: live tokens of each row. spec, dims, capacity and dtype (of exact rows)
@@ -80,8 +80,8 @@ def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, 
     """The ShapeDtypeStructs of `init_cache(...)`: allocates nothing."""
     spec, dims, name = _checked(spec, config, batch, capacity, dtype)
     layers = tuple(plan.layout(batch, name) for plan in plans(spec, dims, capacity, name))
-    lengths: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return Cache(layers, lengths, spec, dims, capacity, name)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name)
 
 
 def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike) -> tuple[CacheSpec, CacheDims, str]:

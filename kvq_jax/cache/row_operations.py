@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from kvq_jax.array_types import LengthsB, Tree
+from kvq_jax.array_types import Integers, LengthsB, Tree
 from kvq_jax.arrays.stored import load_row_blocks
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.update import take_tokens
@@ -25,7 +24,7 @@ from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 
 
-def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...] = ()) -> Cache:
+def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:
     """Shortens every row to at most lengths[b] tokens: its newest tokens are forgotten. Rows that are not longer stay as they are.
 
     The ageing rule body(n) holds afterwards: body tokens that now belong to the window are decoded into it. So they keep the value that
@@ -45,7 +44,7 @@ def trim(cache: Cache, lengths: Int[ArrayLike, "B"], parameters: tuple[Tree, ...
     return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
 
 
-def select_rows(cache: Cache, index: Int[ArrayLike, " rows"]) -> Cache:
+def select_rows(cache: Cache, index: Integers) -> Cache:
     """The cache of rows index[0], index[1], ...: a selection, a new order, or copies. Exact.
 
     Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be looked at and are clamped.

@@ -93,7 +93,7 @@ def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: L
 
 
 def _refresh(
-    slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "B E"], start: LengthsB, total: LengthsB
+    slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "#B E"], start: LengthsB, total: LengthsB
 ) -> Float[Array, "B K E C"]:
     """Window slots after new tokens: slot e takes the row of position held[e] where that position is new, and keeps its row otherwise."""
     new = (held >= start[:, None]) & (held < total[:, None])

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
@@ -63,7 +63,7 @@ class Codec(abc.ABC):
         return heads, head_dim
 
     @abc.abstractmethod
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         """What is cached for new tokens: exact in the windows, coded in the body."""
 
     @abc.abstractmethod
@@ -71,11 +71,11 @@ class Codec(abc.ABC):
         """The body's arrays for `tokens` tokens, as a tree of `Leaf`."""
 
     @abc.abstractmethod
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         """Codes whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
 
     @abc.abstractmethod
-    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         """The rows that a body stands for, fp32 unless stored exactly."""
 
     def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -111,7 +111,7 @@ class Codec(abc.ABC):
         """The statistics of a row that never had a prompt."""
         return ()
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         """Keys after RoPE, or values, from cached rows at these positions."""
         return rows
 
@@ -121,14 +121,14 @@ class Codec(abc.ABC):
         return q
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         """q . k for a chunk of the body, fp32."""
         keys = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
         return dot_rows(query, keys)
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R H"]:
         """weights . v for a chunk of the body, fp32."""
         values = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
@@ -168,12 +168,14 @@ class CrossLayerCodec(Codec):
         """The accumulator of `tokens` body tokens; its token axis is 1."""
 
     @abc.abstractmethod
-    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> RowsBKTH:
+    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
         """The rows as the layers below tell them, fp32: what is subtracted before coding and added after decoding."""
 
     @abc.abstractmethod
-    def accumulated(self, params: Tree, accumulator: Float[Array, "B T D"], differences: RowsBKTH) -> Float[Array, "B T D"]:
-        """The accumulator with this layer's decoded differences added, fp32."""
+    def accumulated(
+        self, params: Tree, accumulator: Float[Array, "B T D"] | Float[Array, ""], differences: CachedRows
+    ) -> Float[Array, "B T D"]:
+        """The accumulator with this layer's decoded differences added, fp32. The base layer's starts as a scalar 0."""
 
 
 def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBKTH:
@@ -184,7 +186,7 @@ def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBK
     return rows
 
 
-def rotate_keys(rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+def rotate_keys(rows: RowsBKTH, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
     """Keys after RoPE from keys that were cached before it."""
     if rope is None:
         raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")

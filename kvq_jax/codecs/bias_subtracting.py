@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.rope import Rope, cosines_and_sines, rotate
@@ -47,16 +47,16 @@ class BiasSubtracting(Codec):
     def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
         return self.inner.row_shape(heads, head_dim)
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return self.inner.rows(_own(params), _without(params, inputs))
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.inner.body(batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.inner.quantize(_own(params), stats, rows, prefill=prefill)
 
-    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.inner.dequantize(_own(params), stats, body)
 
     def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,7 +83,7 @@ class BiasSubtracting(Codec):
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return self.inner.initial_statistics(batch, heads)
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         keys = self.inner.vectors(_own(params), rows, positions, rope)
         return (keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)).astype(keys.dtype)
 
@@ -95,7 +95,7 @@ class BiasSubtracting(Codec):
         return self.inner.query(_own(params), stats, q), jnp.concatenate(turning, axis=-1)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         inner, turning = query
         table = jnp.concatenate(cosines_and_sines(positions, _given(rope)), axis=-1)[:, None]  # [B, 1, C, H]
@@ -128,7 +128,7 @@ def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
     return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
 
 
-def rotated_bias(params: Tree, head_dim: int, positions: Int[Array, "B T"], rope: Rope | None) -> Float[Array, "B K T H"]:
+def rotated_bias(params: Tree, head_dim: int, positions: Int[Array, "#B T"], rope: Rope | None) -> Float[Array, "B K T H"]:
     """R_p b for each position, fp32."""
     bias = bias_of(params, head_dim)[None, :, None]
     return rotate(jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)), positions, _given(rope))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
@@ -29,13 +29,13 @@ class CodebookCodec(Codec):
     levels: tuple[float, ...]
     pre_rope: bool = False
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.leaves(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "fixed levels are scaled to groups"
         clean, low, high = finite_range(group.cut(rows.astype(jnp.float32)), ChannelGroup.AXES, saturation_limit(dtype))
@@ -43,7 +43,7 @@ class CodebookCodec(Codec):
         levels = jnp.asarray(self.levels, jnp.float32)
         return codebook_array.quantize(clean.reshape(rows.shape), self.format, levels, levels, scale, zero)
 
-    def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         return codebook_array.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
     def kernel_side(self) -> KernelSide | str:
@@ -54,5 +54,5 @@ class CodebookCodec(Codec):
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Int
 
-from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
@@ -33,19 +33,19 @@ class GroupedCodec(Codec):
     format: GroupFormat
     pre_rope: bool = False
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> GroupedArray:
         return grouped_array.leaves(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> GroupedArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         return grouped_array.quantize(rows, self.format)
 
-    def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> CachedRows:
         return grouped_array.dequantize(body)
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     def kernel_side(self) -> KernelSide | str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import PlaneLayout
@@ -21,6 +21,7 @@ POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; what els
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, as all that a kernel holds, from a span to the longest step
 
 
+@runtime_checkable
 class StoredGroup(Protocol):
     """What is looked at of a `ChannelGroup`: the channels of a head that share a statistic."""
 
@@ -30,6 +31,7 @@ class StoredGroup(Protocol):
     def channels(self) -> int: ...
 
 
+@runtime_checkable
 class StoredGroups(Protocol):
     """What is looked at of a `GroupedCodec`."""
 

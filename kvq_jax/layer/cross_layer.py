@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LengthsB, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LengthsB, Tree
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
@@ -63,21 +63,21 @@ def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[A
     return codec.accumulator(1, 1).load(found)[:, None]
 
 
-def coded(codec: Codec, params: Tree, rows: RowsBKTH, below: Float[Array, "B 1 T D"] | None) -> RowsBKTH:
+def coded(codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
     """What is coded in place of the rows: their difference from what the layers below say, if there are any."""
     if below is None or not isinstance(codec, CrossLayerCodec) or codec.starts:
         return rows
     return rows.astype(jnp.float32) - codec.expected(params, below[:, 0])
 
 
-def decoded(codec: Codec, params: Tree, differences: RowsBKTH, below: Float[Array, "B 1 T D"] | None) -> RowsBKTH:
+def decoded(codec: Codec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
     """The rows that coded differences stand for: the inverse of `coded`."""
     if below is None or not isinstance(codec, CrossLayerCodec) or codec.starts:
         return differences
     return differences + codec.expected(params, below[:, 0])
 
 
-def after(codec: CrossLayerCodec, params: Tree, differences: RowsBKTH, below: Float[Array, "B 1 T D"] | None) -> Float[Array, "B 1 T D"]:
+def after(codec: CrossLayerCodec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> Float[Array, "B 1 T D"]:
     """The accumulator of some tokens after this layer, in the dtype that it is kept in."""
     held = jnp.zeros((), jnp.float32) if codec.starts or below is None else below[:, 0].astype(jnp.float32)
     return codec.accumulated(params, held, differences).astype(codec.accumulator(1, 1).dtype)[:, None]

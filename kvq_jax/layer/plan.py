@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from kvq_jax.array_types import LayerWeights, Tree
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.layer.regions import Regions
+from kvq_jax.pytree import pytree
 
 Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 
@@ -22,7 +23,7 @@ def by_side(params: Tree) -> tuple[Tree, Tree]:
     return params or ((), ())
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:
     """Each field is a pair (keys, values), or holds one entry for both (`LayerPlan.joint`); every array has a leading batch axis.

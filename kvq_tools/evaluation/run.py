@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from numpy.typing import ArrayLike
 
+from kvq_jax.array_types import Integers
 from kvq_jax.cache.cache import layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_models.calibration.progress import Progress
@@ -35,18 +35,18 @@ class Options(TypedDict, total=False):
     chunk: int
     prompt: int
     step: int
-    token_bytes: ArrayLike | None
+    token_bytes: Integers | None
     progress: Progress[Any] | None
 
 
-def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: ArrayLike, **options: Unpack[Options]) -> Evaluation:
+def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]) -> Evaluation:
     """Compare the predictions of a text through a cache with the exact model's: `evaluate_caches` of one cache, with the same options."""
     return evaluate_caches([(llama, spec)], token_ids, **options)[0]
 
 
 def evaluate_caches(
     candidates: Sequence[Candidate],
-    token_ids: ArrayLike,
+    token_ids: Integers,
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -55,7 +55,7 @@ def evaluate_caches(
     chunk: int = CHUNK,
     prompt: int = 0,
     step: int = STEP,
-    token_bytes: ArrayLike | None = None,
+    token_bytes: Integers | None = None,
     progress: Progress[Any] | None = None,
 ) -> tuple[Evaluation, ...]:
     """Compare the predictions of a text through each cache with those of the same model without a cache.
@@ -115,7 +115,7 @@ class Settings(NamedTuple):
 
 def check_request(
     config: LlamaConfig,
-    token_ids: ArrayLike,
+    token_ids: Integers,
     specs: Sequence[CacheSpec],
     window: int | None = None,
     stride: int | None = None,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from kvq_jax.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 
@@ -35,7 +35,7 @@ def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Win
     return tuple(w for w in found if w.first < w.end - w.begin)
 
 
-def check_windows(config: LlamaConfig, token_ids: ArrayLike, window: int, stride: int, prompt: int = 0) -> None:
+def check_windows(config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0) -> None:
     """Raise ValueError, in one line, where a text cannot be scored in these windows."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size < 2:

@@ -85,7 +85,7 @@ def _compared(quantized: RowsBKTH, exact: RowsBKTH) -> tuple[Float[Array, ""], F
     return relative, jnp.mean(jnp.abs(difference[0]), axis=1).reshape(-1)
 
 
-def _number(value: Float[np.ndarray, ""]) -> float | None:
+def _number(value: np.floating | Float[np.ndarray, ""]) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 

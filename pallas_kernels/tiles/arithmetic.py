@@ -80,14 +80,14 @@ def out_of_pairs(pairs: UInt32[Array, "a b"], axis: int) -> Halves:
     return Halves(low, high, axis)
 
 
-def subtract_scale(h: Half, constant: float, scale: Array, asm: bool) -> Half:
+def subtract_scale(h: Half, constant: int | float, scale: Array, asm: bool) -> Half:
     """(h - constant) * scale. The subtraction is exact for codes and their biases; constant must be an fp16 number."""
     if asm:
         return half2(f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 t, $1, t; mul.rn.f16x2 $0, t, $2; }}", h, scale)
     return by_halves(lambda h, scale: (h - np.float16(constant)) * scale, h, scale)
 
 
-def subtract_scale_add(h: Half, constant: float, scale: Array, zero: Array, asm: bool) -> Half:
+def subtract_scale_add(h: Half, constant: int | float, scale: Array, zero: Array, asm: bool) -> Half:
     """(h - constant) * scale + zero, rounded once in asm and twice in jnp."""
     if asm:
         return half2(
@@ -119,7 +119,7 @@ def twice(constant: int) -> str:
     return f"{constant << 16 | constant:#x}"
 
 
-def half_twice(value: float) -> str:
+def half_twice(value: int | float) -> str:
     half = np.float16(value)
     if float(half) != value:
         raise ValueError(f"{value=} is not an fp16 number")

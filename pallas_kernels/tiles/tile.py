@@ -51,7 +51,7 @@ class Tile:
         return row // run * SPAN + run * slot + row % run
 
 
-def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[Array, "rows G"]]:
+def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[Array, "other_rows G"]]:
     """Rows of len(rows) token slots, rearranged into `slots` token slots: needed where K and V pack different numbers of tokens in a row.
 
     Kernels cannot slice or concatenate values, so slots are chosen with masks.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
-from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.methods.base import Method, Windows
@@ -24,16 +24,16 @@ class DenseCodec(Codec):
     channels: int
     dtype: str
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side)
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return Leaf((batch, heads, tokens, self.channels), self.dtype, 2)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))
 
-    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return body
 
     def kernel_side(self) -> KernelSide | str:

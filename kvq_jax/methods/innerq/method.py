@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme, resolve_group
 from kvq_jax.codecs.base import Codec, KernelJob, Side
@@ -45,7 +45,7 @@ class InnerQCodec(GroupedCodec):
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return jnp.ones((batch, heads, 1, self.format.channels), jnp.float32) if self.normalize else ()
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> GroupedArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows
         return grouped_array.quantize(scaled, self.format, self._scheme(prefill))
 
@@ -55,7 +55,7 @@ class InnerQCodec(GroupedCodec):
     def _scheme(self, prefill: bool) -> Scheme:
         return self.format.scheme if prefill or self.hybrid_decode else "sym"
 
-    def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> CachedRows:
         rows = grouped_array.dequantize(body)
         return rows * stats if self.normalize else rows
 
@@ -64,7 +64,7 @@ class InnerQCodec(GroupedCodec):
         return super().query(params, stats, q.astype(jnp.float32) * stats if self.normalize else q)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: GroupedArray, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Tree, body: GroupedArray, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         return dot_rows(query, grouped_array.dequantize(body))  # the query holds the norm already
 

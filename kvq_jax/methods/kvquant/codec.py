@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
@@ -87,24 +87,24 @@ class KVQuantCodec(Codec):
         )
         return {name: found[name] for name in self.parameters(rows.shape[1])}
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.leaves(self.format, batch, heads, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> CodebookArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         rows = rows.astype(jnp.float32)
         clean, scale, zero, exact = self._by_channel(params, rows) if self.per_channel else self._by_token(params, rows)
         return codebook_array.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
 
-    def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         if not self.per_channel:
             return codebook_array.dequantize(body, self._values(params))
         scale, zero = (self._channels(params, name) for name in ("scale", "zero"))
         return codebook_array.dequantize(body, self._values(params), scale, zero)
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     def kernel_side(self) -> KernelSide | str:

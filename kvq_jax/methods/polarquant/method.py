@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LayerInputs, ModelDims, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat
@@ -33,7 +33,7 @@ class PolarCodec(Codec):
 
     format: PolarFormat
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, "k")
 
     def body(self, batch: int, heads: int, tokens: int) -> PolarArray:
@@ -52,14 +52,14 @@ class PolarCodec(Codec):
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return jnp.ones((batch, heads, 1, self.format.half), jnp.float32) if self.format.grid == "global" else ()
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> PolarArray:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> PolarArray:
         return polar_array.quantize(rows, self.format, stats if self.format.grid == "global" else None)
 
-    def dequantize(self, params: Tree, stats: Tree, body: PolarArray) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: PolarArray) -> CachedRows:
         return polar_array.dequantize(body, stats if self.format.grid == "global" else None)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: PolarArray, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: PolarArray, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         """One query row looks up its products with the angles; several share keys, whose halves XLA joins slowly (docs/decisions.md)."""
         step = stats if self.format.grid == "global" else None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvq_jax.array_types import LayerInputs, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, Tree
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
@@ -60,7 +60,7 @@ class SquatCodec(GroupedCodec):
         blocks = -(-channels // block)
         return jnp.zeros((batch, heads, channels - block, (blocks - 1) * block), jnp.float32)
 
-    def quantize(self, params: Tree, stats: Array, rows: RowsBKTH, *, prefill: bool) -> GroupedArray:
+    def quantize(self, params: Tree, stats: Array, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         """Each block's ranges are taken after the corrections of the blocks before it. An entry that is not finite corrects nothing."""
         format, width = self.format, self.block_channels
         batch, heads, tokens, channels = rows.shape

@@ -70,7 +70,7 @@ def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: R
     return jnp.concatenate([upper, lower], axis=-2) / 2
 
 
-def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam: float, block: int) -> Float[Array, "B K H-block H-last"]:
+def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam: float, block: int) -> Float[Array, "B K later earlier"]:
     """All matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
 
     On CPUs they are found for one row and head after the other. JAX 0.10 hands the matrices of a batch to the very threads that wait for
@@ -107,7 +107,7 @@ def _power_iteration(matrix: Float[Array, "B K H H"], width: int) -> Float[Array
     return lax.fori_loop(0, POWER_STEPS, lambda _, b: jnp.linalg.qr(_product("bkhi,bkir->bkhr", matrix, b))[0], basis)
 
 
-def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int) -> Float[Array, "B K H-block H-last"]:
+def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int) -> Float[Array, "B K later earlier"]:
     """All B_t H_t in one array, fp32: entry [h - block, c] is what an error of channel c adds to the channel h of a later block; 0 where h
     is of the same block or an earlier one. Its columns are all blocks but the last.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.arrays.stored import Leaf
 from kvq_jax.codecs.base import Codec, CrossLayerCodec, Side
 from kvq_jax.codecs.dots import dot_rows
@@ -45,17 +45,17 @@ class OutlierChannel(Codec):
     coded: Codec
     dtype: str
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return self.coded.rows(params, inputs)
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.coded.body(batch, heads, tokens), Leaf((batch, heads, tokens, 1), self.dtype, 2)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         rest = rows.at[..., 0].set(0)
         return self.coded.quantize(params, stats, rest, prefill=prefill), rows[..., :1].astype(jnp.dtype(self.dtype))
 
-    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         coded, exact = body
         rest = self.coded.dequantize(params, stats, coded)
         return jnp.concatenate([exact.astype(rest.dtype), rest[..., 1:]], axis=-1)
@@ -77,7 +77,7 @@ class _XRows(Codec):
     def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
         return 1, self.channels
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         x = self.input_of(inputs)
         return (x @ own_parameters(params)["basis"] if self.latent else x)[:, None]
 
@@ -87,16 +87,16 @@ class _XRows(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.stored.body(batch, 1, tokens)
 
-    def quantize(self, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool) -> Tree:
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.stored.quantize((), (), rows, prefill=prefill)
 
-    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> RowsBKTH:
+    def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.stored.dequantize((), (), body)
 
     def kernel_side(self) -> KernelSide | str:
         return "keys are rebuilt from the layer's input by matrix products, which XLA does"
 
-    def rebuilt(self, own: Projection, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def rebuilt(self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         """Keys after RoPE, or values, fp32."""
         return rotated_keys(own, rows, self.heads, positions, rope) if self.side == "k" else project(own, rows, self.heads)
 
@@ -119,11 +119,11 @@ class XCodec(_XRows):
         basis, (kernel,) = factored(own["kernel"])
         return {"basis": basis, self.side: own | {"kernel": kernel}}
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return self.rebuilt(own_parameters(params)[self.side], rows, positions, rope).astype(rows.dtype)
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R H"]:
         return weighted_values(own_parameters(params)["v"], weights, self.dequantize(params, stats, body))
 
@@ -172,7 +172,7 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
             found |= {"input_norm": weights.input_norm, "input_eps": weights.norm_eps}
         return found
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> RowsBKTH:
+    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         if self.reading != "unit_norm":
             return super().rows(params, inputs)
         own, residual = own_parameters(params), _given(inputs.residual, "residual")
@@ -182,40 +182,42 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
     def input_of(self, inputs: LayerInputs) -> Float[Array, "B T D"]:
         return _given(inputs.residual, "residual") if self.reading == "residual_stream" else _given(inputs.x, "x")
 
-    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> RowsBKTH:
+    def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
         wide = accumulator.astype(jnp.float32)
         return (jnp.einsum("btd,dc->btc", wide, self._basis(params)) if self.latent else wide)[:, None]
 
-    def accumulated(self, params: Tree, accumulator: Float[Array, "B T D"], differences: RowsBKTH) -> Float[Array, "B T D"]:
+    def accumulated(
+        self, params: Tree, accumulator: Float[Array, "B T D"] | Float[Array, ""], differences: CachedRows
+    ) -> Float[Array, "B T D"]:
         new = differences[:, 0].astype(jnp.float32)
         return accumulator + (jnp.einsum("btc,dc->btd", new, self._basis(params)) if self.latent else new)
 
     def _basis(self, params: Tree) -> Float[Array, "D C"]:
         return own_parameters(params)["basis"].astype(jnp.float32)
 
-    def vectors(self, params: Tree, rows: RowsBKTH, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         own = own_parameters(params)
         wanted = rows if self.latent else self._projected(own, rows)
         return self.rebuilt(own[self.side], wanted, positions, rope).astype(rows.dtype)
 
     def scores(
-        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         return dot_rows(query, rotated_keys(*self._from_accumulator(params, body), self.heads, positions, rope))
 
     def weighted(
-        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "B C"], rope: Rope | None
+        self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R H"]:
         own, rows = self._from_accumulator(params, body)
         return weighted_values(own, weights, rows)
 
-    def _from_accumulator(self, params: Tree, accumulator: Float[Array, "B T D"]) -> tuple[Projection, RowsBKTH]:
+    def _from_accumulator(self, params: Tree, accumulator: Float[Array, "B T D"]) -> tuple[Projection, CachedRows]:
         """This side's projection of the accumulator, and the rows that it takes."""
         own = own_parameters(params)
         mine = own[self.side]
         return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._projected(own, accumulator[:, None])
 
-    def _projected(self, own: dict[str, Tree], x: RowsBKTH) -> RowsBKTH:
+    def _projected(self, own: dict[str, Tree], x: CachedRows) -> CachedRows:
         """What W_k and W_v take of X."""
         if self.reading == "residual_stream":
             return normalized(x, own["input_norm"], own["input_eps"])

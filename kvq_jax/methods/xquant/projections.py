@@ -9,18 +9,18 @@ W, so U U^T W = W. Source: Tomar et al., XQuant, sections 3.1 and 3.3.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import ArrayOrStruct, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codecs.base import Side
 from kvq_jax.rope import Rope, rotate
 
-Projection = dict[str, Array]
+Projection = Mapping[str, Array]
 
 
 def own_parameters(params: Tree) -> dict[str, Tree]:
@@ -30,9 +30,9 @@ def own_parameters(params: Tree) -> dict[str, Tree]:
     return params
 
 
-def projection(weights: LayerWeights, side: Side) -> Projection:
+def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrStruct]:
     """What makes one side of the layer's input: kernel [D, K * H]; bias [K * H] where there is one; for keys with QK-norm k_norm [H] and
-    norm_eps []. The model's own arrays."""
+    norm_eps []. The model's own arrays, or their descriptions."""
     kernel, bias = (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
     found = {"kernel": kernel}
     if bias is not None:
@@ -42,7 +42,9 @@ def projection(weights: LayerWeights, side: Side) -> Projection:
     return found
 
 
-def factored(*kernels: Float[Array, "D E"], gains: Float[Array, " D"] | None = None) -> tuple[Array, tuple[Array, ...]]:
+def factored(
+    *kernels: Float[ArrayOrStruct, "D _"], gains: Float[ArrayOrStruct, " D"] | None = None
+) -> tuple[ArrayOrStruct, tuple[ArrayOrStruct, ...]]:
     """(U, parts of S B^T) of the thin SVD of projections side by side, [W_1 | W_2 | ...] = U S B^T, computed in fp32; of diag(gains) W
     where there are gains.
 
@@ -54,7 +56,7 @@ def factored(*kernels: Float[Array, "D E"], gains: Float[Array, " D"] | None = N
         depth = kernels[0].shape[0]
         rank = min(depth, sum(widths))
         shapes = [(depth, rank), *((rank, width) for width in widths)]
-        structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
         return structs[0], tuple(structs[1:])
     matrix = np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1)
     if gains is not None:
@@ -83,7 +85,7 @@ def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float
     return normalized(split, own["k_norm"], own["norm_eps"]) if "k_norm" in own else split
 
 
-def rotated_keys(own: Projection, rows: Float[Array, "B 1 T C"], heads: int, positions: Int[Array, "B T"], rope: Rope | None) -> RowsBKTH:
+def rotated_keys(own: Projection, rows: Float[Array, "B 1 T C"], heads: int, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
     """Keys after RoPE, fp32."""
     if rope is None:
         raise ValueError("keys rebuilt from the layer's input need LayerInputs.rope to be rotated")

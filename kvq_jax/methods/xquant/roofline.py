@@ -28,11 +28,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvq_jax.array_types import ModelDims
 
 
+@runtime_checkable
 class LayerDims(ModelDims, Protocol):
     """What the weights of a layer are counted from."""
 

@@ -90,7 +90,7 @@ def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> 
     return jax.value_and_grad(total)(hidden_BTD)
 
 
-def record(llama: Llama, window: Int[np.ndarray, "T+1"], write: Callable[[Recorded], None]) -> float:
+def record(llama: Llama, window: Int[np.ndarray, " tokens"], write: Callable[[Recorded], None]) -> float:
     """Runs one sample, gives every layer's rows and gradients to `write`, and returns the mean loss in nats per token.
 
     window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are those of the sum of the T losses. ValueError

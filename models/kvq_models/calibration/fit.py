@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
-from numpy.typing import ArrayLike
 
+from kvq_jax.array_types import Integers
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec
@@ -38,7 +38,7 @@ from kvq_models.llama.rope import rope_for
 
 def calibrate(
     llama: Llama,
-    token_ids: ArrayLike,
+    token_ids: Integers,
     spec: CacheSpec | str,
     *,
     samples: int = 16,
@@ -79,7 +79,7 @@ def calibrate(
     return Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)
 
 
-def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: ArrayLike, samples: int, length: int) -> None:
+def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: Integers, samples: int, length: int) -> None:
     """ValueError, in one line, for everything about a request that can be found wrong without the weights."""
     if not needs(spec, config):
         raise ValueError(f"{str(spec)!r} needs no calibration: it can be used as it is")

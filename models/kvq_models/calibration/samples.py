@@ -6,12 +6,12 @@ import hashlib
 
 import numpy as np
 from jaxtyping import Int
-from numpy.typing import ArrayLike
 
+from kvq_jax.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 
-def draw(token_ids: ArrayLike, samples: int, length: int, seed: int) -> Int[np.ndarray, "samples length+1"]:
+def draw(token_ids: Integers, samples: int, length: int, seed: int) -> Int[np.ndarray, "{samples} {length}+1"]:
     """`samples` windows of length + 1 tokens that start anywhere in the text: `length` inputs, each with the token to predict after it.
 
     The same seed draws the same windows; they may overlap. ValueError where the text has no window of that length.
@@ -21,7 +21,7 @@ def draw(token_ids: ArrayLike, samples: int, length: int, seed: int) -> Int[np.n
     return tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
 
-def check(token_ids: ArrayLike, samples: int, length: int, config: LlamaConfig) -> None:
+def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -> None:
     """ValueError, in one line, where no samples can be drawn from these tokens for this model."""
     tokens = np.asarray(token_ids)
     if samples < 1 or length < 1:
@@ -34,6 +34,6 @@ def check(token_ids: ArrayLike, samples: int, length: int, config: LlamaConfig) 
         raise ValueError(f"token id {tokens[at]} at position {at} is outside the vocabulary of {config.vocab_size}")
 
 
-def sha256(token_ids: ArrayLike) -> str:
+def sha256(token_ids: Integers) -> str:
     """sha256 of a text's token ids as little-endian int32: what tells texts apart, whatever their files are called."""
     return hashlib.sha256(np.asarray(token_ids).astype("<i4").tobytes()).hexdigest()

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvq_jax.array_types import LengthsB
+from kvq_jax.array_types import Integers, LengthsB
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, dims_of
@@ -38,8 +37,8 @@ SCORE_CHUNK = 32  # tokens that `score` decodes in one step
 def prefill(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None = None,
+    tokens: Integers,
+    lengths: Integers | None = None,
     *,
     logits: Literal["last", "all"] = "last",
     implementation: Implementation = None,
@@ -105,7 +104,7 @@ def implementations(cache: Cache, implementation: Implementation = None) -> tupl
     return tuple("xla" if kernels is None else "pallas" for kernels in chosen)
 
 
-def score(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Float[Array, "B T"], Cache]:
+def score(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None = None) -> tuple[Float[Array, "B T"], Cache]:
     """Return (log-probabilities [B, T] fp32, cache): entry t is log p(token t | the cache and tokens before t), as decoding one token at a
     time would give it.
 
@@ -196,7 +195,7 @@ def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N
     return done.reshape(hidden.shape)[:, :length]
 
 
-def checked_tokens(llama: Llama, cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
+def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
     """Return tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
     capacity, or the model carries parameters for another cache.
 

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax.array_types import Integers
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
+from kvq_jax.pytree import pytree
 from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill_program
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
@@ -22,7 +23,7 @@ from kvq_models.llama.model import Llama
 STREAM_STEPS = 8  # tokens between two looks at a stream
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Generated:
     """tokens [B, max_new_tokens] int32, of which the first lengths [B] count (the end-of-sequence token included; 0 after it); logprobs
@@ -35,7 +36,7 @@ class Generated:
     logprobs: Float[Array, "B new"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class GenerationState:
     """The state of the loop: next logits, the tokens so far, the rows that have ended."""
@@ -52,8 +53,8 @@ class GenerationState:
 def generate(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None = None,
+    tokens: Integers,
+    lengths: Integers | None = None,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),  # noqa: B008  # frozen
@@ -76,8 +77,8 @@ def generate(
 def generate_stream(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None = None,
+    tokens: Integers,
+    lengths: Integers | None = None,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),  # noqa: B008  # frozen
@@ -104,8 +105,8 @@ def _key(key: Array | None) -> Array:
 def start(
     llama: Llama,
     cache: Cache,
-    tokens: ArrayLike,
-    lengths: ArrayLike | None,
+    tokens: Integers,
+    lengths: Integers | None,
     max_new_tokens: int,
     sampling: Sampling,
     implementation: Implementation = None,

@@ -242,7 +242,7 @@ def read_tensor(stored: Mapping[str, _Stored], name: str) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("transpose", "dtype"))
-def _placed(tensor: np.ndarray, *, transpose: bool, dtype: DTypeLike) -> jax.Array:
+def _placed(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> jax.Array:
     """The tensor on the device, turned and cast there: strided copies on the host would take most of the loading time."""
     return (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
 

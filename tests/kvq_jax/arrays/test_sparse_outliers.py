@@ -49,7 +49,9 @@ def test_residuals_beyond_the_stored_dtype_saturate():
     assert found.dropped is None
 
 
-@pytest.mark.parametrize(("fraction", "width", "slots"), [(0.01, 4096, 21), (0.01, 1024, 6), (0.01, 128, 1), (0.001, 1024, 1), (0, 64, 0)])
+@pytest.mark.parametrize(
+    ("fraction", "width", "slots"), [(0.01, 4096, 21), (0.01, 1024, 6), (0.01, 128, 1), (0.001, 1024, 1), (0.0, 64, 0)]
+)
 def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int, slots: int):
     assert slots_per_side(fraction, width) == slots
     if fraction:  # entries on or beyond the interpolated quantiles of distinct numbers

@@ -16,6 +16,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.dense import DenseCodec
+from kvq_jax.pytree import describe
 from tests.compile_options import QUICK_COMPILE, USUAL_COMPILE
 from tests.kvq_jax.layer_runs import empty
 
@@ -29,8 +30,10 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
 
     q, k = rows(DIMS.num_attention_heads), rows(DIMS.num_key_value_heads)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    rope = kvq.Rope(jax.ShapeDtypeStruct((DIMS.head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))  # type: ignore[arg-type]
-    return kvq.LayerInputs(None, q, q, k, k, k, positions, jax.ShapeDtypeStruct((1, tokens), bool), rope)
+    frequencies, factor = jax.ShapeDtypeStruct((DIMS.head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
+    names = dict(x=None, q_pre=q, q_rot=q, k_pre=k, k_rot=k, v=k, positions=positions, valid=jax.ShapeDtypeStruct((1, tokens), bool))
+    return describe(kvq.LayerInputs, **names, rope=rope, residual=None)
 
 
 def temporary_bytes(layer_function, spec: str, tokens: int, capacity: int = CAPACITY) -> tuple[int, int]:

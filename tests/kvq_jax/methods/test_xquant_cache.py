@@ -14,6 +14,7 @@ import kvq_jax as kvq
 from kvq_jax.array_types import LayerWeights
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
+from kvq_jax.pytree import describe
 from tests.compile_options import USUAL_COMPILE
 from tests.kvq_jax.layer_runs import quick_jit, sequences
 
@@ -83,9 +84,10 @@ def decode_temporaries(spec: str, layer: int, dims: CacheDims, capacity: int) ->
 
     weights = LayerWeights(struct(width, kv), struct(width, kv), None, None, None, struct(width), struct())
     q, k = struct(1, dims.num_attention_heads, 1, dims.head_dim), struct(1, dims.num_key_value_heads, 1, dims.head_dim)
-    rope = kvq.Rope(struct(dims.head_dim // 2), struct())
+    rope = describe(kvq.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct())
     positions = struct(1, 1, dtype=jnp.int32)
-    inputs = kvq.LayerInputs(struct(1, 1, width), q, q, k, k, k, positions, struct(1, 1, dtype=jnp.bool_), rope)
+    rows = dict(x=struct(1, 1, width), q_pre=q, q_rot=q, k_pre=k, k_rot=k, v=k, valid=struct(1, 1, dtype=jnp.bool_))
+    inputs = describe(kvq.LayerInputs, **rows, positions=positions, rope=rope, residual=None)
     codec, carry = plan.cross_layer, ()
     if codec is not None and not codec.starts:
         carry = codec.accumulator(1, plan.regions.body_capacity).struct

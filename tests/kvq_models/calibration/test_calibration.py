@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache.cache import dims_of
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_jax.rope import rotate
 from kvq_models import forward, save_calibration
@@ -371,7 +372,7 @@ def test_what_a_codec_refuses_names_its_layer_and_side(work, monkeypatch):
 def test_a_store_reads_what_was_written(tmp_path):
     llama = model()
     identity = Identity("", "", 2, LENGTH, 0, "float32")
-    store = Store(tmp_path / "w", identity, kvq.cache.dims_of(llama.config))
+    store = Store(tmp_path / "w", identity, dims_of(llama.config))
     windows = random_tokens((2, LENGTH + 1))
     for window in windows:
         with store.sample() as writer:

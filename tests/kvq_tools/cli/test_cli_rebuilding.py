@@ -11,6 +11,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.methods.xquant.roofline import DEVICES
+from kvq_jax.pytree import describe
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import abstract_llama
@@ -98,7 +99,8 @@ def test_flops_are_those_of_the_compiled_attention(kv_heads):
     config = tiny_config(num_hidden_layers=1, **sizes)
     (plan,) = kvq.layout("xquant:bits=2", config, 1, tokens, "float32").plans
     params = plan.from_weights(layer_weights(abstract_llama(config, "float32").layers[0]))
-    rope = kvq.Rope(jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
+    frequencies, factor = jax.ShapeDtypeStruct((head_dim // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    rope = describe(kvq.Rope, inverse_frequencies=frequencies, attention_factor=factor)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def counted(read, codec, own, rows):
