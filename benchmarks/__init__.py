@@ -1,1 +1,10 @@
-"""Measurements of speed and size. Results are raw JSON; the tables in results/ are made from it by `python -m benchmarks.results_page`."""
+"""Measurements of speed, size and quality.
+
+overview.py       size and quality of a dozen caches at a glance
+cpu/              decode attention, decode steps and single parts, timed on a CPU
+gpu/              kernels and decode steps on a GPU: gpu.sh runs them all
+machine_code/     instructions of the GPU kernels, counted without a GPU
+quality/          predictions through each cache: the papers' tables, and studies of one paper
+report_file.py    the JSON file that each of them writes to results/
+results_page.py   the pages in results/, made from those files
+"""

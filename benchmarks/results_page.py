@@ -15,7 +15,7 @@ from benchmarks import overview
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
-from benchmarks.gpu.rows import GpuReport
+from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport

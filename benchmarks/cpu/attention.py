@@ -33,7 +33,7 @@ def one_dot(
 
 
 def one_dot_query_first(q: Array, k: Array, v: Array, length: Array) -> Array:
-    """The same with the operands of the first dot exchanged, the usual way to write it."""
+    """Attend like `one_dot`, the operands of the first dot exchanged: the usual way to write it."""
     return _masked(jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=jnp.float32), v, length, q.shape[-1])
 
 

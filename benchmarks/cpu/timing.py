@@ -1,4 +1,4 @@
-"""What the benchmarks share: shapes, the row of a result, caches with random contents, and a fair way to time alternatives.
+"""The parts that the CPU benchmarks share: shapes, the row of a result, caches with random contents, and a fair way to time alternatives.
 
 Alternatives are timed in turn, one call each, round after round: what else the machine does then hits all of them alike. A ratio is the
 median of the rounds' own ratios. Every sample is kept in the JSON.
@@ -90,7 +90,7 @@ class Candidate:
 
 
 def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
-    """A row for each candidate, from `rounds` rounds in which each runs once."""
+    """Return a row for each candidate, from `rounds` rounds in which each runs once."""
     samples = np.empty((rounds, len(candidates)))
     for candidate in candidates:
         candidate.step()
@@ -119,7 +119,7 @@ def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
 def run(
     title: str, command: Sequence[str], shapes: Sequence[Shape], candidates: Callable[[Shape], list[Candidate]], rounds: int
 ) -> CpuReport:
-    """Times the candidates of every shape, and says where it is."""
+    """Time the candidates of every shape, and says where it is."""
     rows, load = [], []
     for i, shape in enumerate(shapes):
         load.append(round(os.getloadavg()[0], 2))
@@ -149,7 +149,7 @@ def _peak(memory: Any) -> int:
 
 
 def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> LayerState:
-    """A full layer with random codes, scales and rows: the contents of a cache do not change its speed, and this needs no prompt."""
+    """Fill a layer with random codes, scales and rows: the contents of a cache do not change its speed, and this needs no prompt."""
     rng = np.random.default_rng(seed)
 
     def floats(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -171,7 +171,7 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
 
 
 def relative_error(found: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:
-    """The largest relative error of a row (the last axis), by the 2-norm."""
+    """Return the largest relative error of a row (the last axis), by the 2-norm."""
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)))
 
@@ -179,7 +179,7 @@ def relative_error(found: jax.Array | np.ndarray, expected: jax.Array | np.ndarr
 def argument_parser(
     module: str, description: str, *, tokens: tuple[int, ...], batch: tuple[int, ...], rounds: int
 ) -> argparse.ArgumentParser:
-    """The arguments that both benchmarks take."""
+    """Return a parser of the arguments that all CPU benchmarks take."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
         description=description,
@@ -200,7 +200,7 @@ def argument_parser(
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, with --quick applied."""
+    """Parse the arguments, and apply --quick."""
     args = parser.parse_args(argv)
     if args.quick:
         args.tokens, args.batch, args.rounds = (256,), (1,), 3
@@ -212,7 +212,7 @@ def wait(tree: Any) -> None:
 
 
 def first_row(tree: Any) -> Any:
-    """The first sequence of a batch."""
+    """Return the first sequence of a batch."""
     return jax.tree.map(lambda a: lax.slice_in_dim(a, 0, 1), tree)
 
 

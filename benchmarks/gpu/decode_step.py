@@ -28,7 +28,7 @@ from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.device_timing import Timing, sampled_ms, uniform
 from benchmarks.gpu.kernels import measure_bandwidth, progress, summary
 from benchmarks.gpu.random_bodies import random_body
-from benchmarks.gpu.rows import GpuReport, KernelRow, is_fatal, one_line
+from benchmarks.gpu.report import GpuReport, KernelRow, is_fatal, one_line
 from benchmarks.report_file import arguments
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.layer.plan import LayerState
@@ -101,7 +101,7 @@ def steps_program(implementation: Implementation, steps: int) -> Callable[[Llama
 
 
 def implementation_of(name: str) -> Implementation:
-    """What `decode_step` is told for an implementation of the table."""
+    """Return the implementation as `decode_step` takes it."""
     launches = {"asm": Launch("asm"), "jnp": Launch("jnp"), "interpreted": Launch(interpret=True)}
     named: dict[str, Implementation] = {**launches, "xla": "xla", "default": None}
     return named[name]

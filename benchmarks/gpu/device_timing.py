@@ -31,7 +31,7 @@ TINY = 1e-30  # times a result, added to an input: a dependency that changes no 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long to measure. seconds: of one sample, about, at `expected_rate` bytes a second. cache_bytes: of the L2 (an H200's: 60 MB)."""
+    """A measurement's length. seconds: of a sample, about, at `expected_rate` bytes a second. cache_bytes: of the L2 (60 MB on an H200)."""
 
     samples: int = 7
     seconds: float = 0.012
@@ -46,7 +46,7 @@ class Timing:
         return max(1, min(self.most_copies, math.ceil(2 * self.cache_bytes / size)))
 
     def is_cold(self, size: int) -> bool:
-        """Whether they do fill it."""
+        """Return True where the copies exceed the L2 twofold."""
         return self.copies(size) * size >= 2 * self.cache_bytes
 
     def steps(self, moved: int, copies: int) -> int:

@@ -1,4 +1,4 @@
-"""What the InnerQ paper times: the two matrix-vector products of decode attention by themselves, and quantizing with packing.
+"""The InnerQ paper's candidates: the two matrix-vector products of decode attention by themselves, and quantizing with packing.
 
 Its shapes are not printed. Its times double from Llama 3.2-1B to 3.1-8B and grow by a quarter to Llama 2-13B, as query heads times head dim
 do (32 x 64, 32 x 128, 40 x 128) and KV heads do not: so each query head has keys and values of its own here too. Batch 1, groups of 32.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu.candidates import Planned, Task, name_of, padded_heads
+from benchmarks.gpu.attention_candidates import Planned, Task, name_of, padded_heads
 from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, checked_part, plan_of
 from kvq_jax.arrays import grouped_array

@@ -20,11 +20,11 @@ import jax
 
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu import kvquant_candidates, paper_tables, polarquant_candidates
-from benchmarks.gpu.candidates import MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
+from benchmarks.gpu.attention_candidates import MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
 from benchmarks.gpu.device_timing import SHORT, Timing, bandwidth_samples
 from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
-from benchmarks.gpu.rows import GpuReport, KernelRow, one_line
-from benchmarks.gpu.run import FatalError, run_case
+from benchmarks.gpu.report import GpuReport, KernelRow, one_line
+from benchmarks.gpu.timed_case import FatalError, run_case
 from benchmarks.markdown import table
 from benchmarks.report_file import arguments
 from pallas_kernels.launch import Launch
@@ -154,7 +154,7 @@ def run(
 
 
 def note_crash(report: GpuReport) -> set[tuple[str, str, Shape, str]]:
-    """Where an earlier process ended without a word: the one candidate that ran gets a row that says so; of several that were being
+    """Note where an earlier process ended without a word: the one candidate that ran gets a row that says so; of several that were being
     compiled, the keys are returned, to be tried one by one."""
     running = list(report.running)
     report.running.clear()

@@ -1,4 +1,4 @@
-"""What Table 22 of the KVQuant paper times: the parts of reading nuq4-1% keys and values of LLaMA-2-7B by themselves, at batch 1.
+"""The candidates of the KVQuant paper's Table 22: the parts of reading nuq4-1% keys and values of LLaMA-2-7B by themselves, at batch 1.
 
 Exact fp16 rows (keys after RoPE), packing, the dense codes, the outliers, and codes and outliers together. Keys are cached before RoPE, and
 rotated while they are read.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu.candidates import Planned, Task, name_of, padded_heads
+from benchmarks.gpu.attention_candidates import Planned, Task, name_of, padded_heads
 from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, bytes_of, plan_of, random_parameters, rope_of
 from kvq_jax.arrays.codebook_array import CodebookArray
@@ -90,7 +90,7 @@ class _Side:
 
     @property
     def token_bytes(self) -> int:
-        """Of the scores that a call writes, fp32, or of the weights that it reads, fp16."""
+        """Count the bytes of the scores that a call writes, fp32, or of the weights that it reads, fp16."""
         return (4 if self.side == "k" else 2) * self.shape.kv_heads * self.shape.tokens
 
     def bytes(self, part: str) -> int:

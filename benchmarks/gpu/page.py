@@ -6,7 +6,7 @@ import itertools
 import pathlib
 
 from benchmarks.gpu import paper_tables
-from benchmarks.gpu.rows import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow
 from benchmarks.markdown import head, table
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.polarquant_candidates import KIVI, KVQUANT
 from benchmarks.gpu.polarquant_candidates import MODEL as POLAR_MODEL
 from benchmarks.gpu.polarquant_candidates import SECTION as POLAR_SECTION
 from benchmarks.gpu.polarquant_candidates import SPEC as POLAR_SPEC
-from benchmarks.gpu.rows import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TABLE_3 = {  # model: (torch.matmul, inner), one entry for each length
@@ -91,7 +91,7 @@ class Table(NamedTuple):
 
 
 def tables(report: GpuReport) -> list[Table]:
-    """Those for which there are rows."""
+    """Return the tables for which there are rows."""
     found = []
     if any(row.section in PRODUCTS for row in report.rows):
         found += [
@@ -119,7 +119,7 @@ def _product_table(report: GpuReport, title: str, paper: dict, other: str, names
             lines += _block(model, f"here, {product}", names[1], *ours)
     note = (
         "Milliseconds; speedup is 1 - inner / other, as the paper counts (its own from the times it prints). The paper does not say which "
-        "of the two products it times, nor its shapes; its times fit one set of keys and values for each query head, as here. GroupedArray "
+        "of the two products it times, nor its shapes; its times fit one set of keys and values for each query head, as here. Quantized "
         f"rows are asymmetric with 2 bits. {_largest_error(report, *PRODUCTS)}"
     )
     return Table(title, note, ("model", "where", "method", *map(str, LENGTHS)), _filled(lines))
@@ -201,7 +201,7 @@ def _largest_error(report: GpuReport, *sections: str) -> str:
 
 
 def _rows(report: GpuReport, section: str, model: str, candidate: str) -> list[KernelRow]:
-    """Those of one arithmetic: assembly's where there are any."""
+    """Return the rows of one arithmetic: assembly's where there are any."""
     found = [row for row in report.rows if (row.section, row.model, row.candidate) == (section, model, candidate)]
     return [row for row in found if row.arithmetic == "asm"] or found
 

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu.rows import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow
 from benchmarks.results_page import RESULTS
 
 Lines = dict[str, list[tuple[int, float]]]  # (tokens, value) by candidate
@@ -44,7 +44,7 @@ def draw(report: GpuReport, model: str) -> Any:
 
 
 def fastest(rows: Iterable[KernelRow]) -> list[KernelRow]:
-    """Of each candidate at each shape, the row of its faster arithmetic."""
+    """Return the row of the faster arithmetic, of each candidate at each shape."""
     best: dict[Any, KernelRow] = {}
     for row in rows:
         if row.key not in best or row.median_ms < best[row.key].median_ms:

@@ -1,4 +1,4 @@
-"""What the PolarQuant paper's Table 4 times: q K^T alone, over keys that PolarQuant, KIVI and KVQuant store, and exact ones.
+"""The candidates of the PolarQuant paper's Table 4: q K^T alone, over keys that PolarQuant, KIVI and KVQuant store, and exact ones.
 
 The paper prints head dim 128 and lengths, not how many heads; its fp16 times fit about as many as Llama-3.1-8B has query heads, each with
 keys of its own. So the shapes are those of InnerQ's tables.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu import innerq_candidates, kvquant_candidates
-from benchmarks.gpu.candidates import Planned
+from benchmarks.gpu.attention_candidates import Planned
 from pallas_kernels.launch import Launch
 
 SECTION = "polarquant keys"

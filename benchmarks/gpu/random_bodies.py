@@ -92,7 +92,7 @@ def _random_polar(leaves: PolarArray, seed: Array) -> PolarArray:
 
 
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
-    """What a calibration would give, {} for codecs that need none: rows are about -1 .. 1, and hardly an entry is an outlier."""
+    """Return what a calibration would give, {} for codecs that need none: rows are about -1 .. 1, and hardly an entry is an outlier."""
     ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
     found = {name: uniform(struct.shape, seed, *ranges[name]) for name, struct in codec.parameters(heads).items()}
     if "levels" in found:
@@ -135,12 +135,12 @@ class Body:
 
     @property
     def nbytes(self) -> int:
-        """Of the stored arrays; parameters do not grow with tokens and are not counted."""
+        """Count the bytes of the stored arrays; parameters do not grow with tokens and are not counted."""
         return bytes_of(self.leaves)
 
     @functools.cached_property
     def side(self) -> Side:
-        """What kernels need to know. ValueError where they cannot read it."""
+        """Describe the arrays to the kernels. ValueError where they cannot read it."""
         side = self.codec.kernel_side()
         if isinstance(side, str):
             raise ValueError(side)
@@ -150,7 +150,7 @@ class Body:
         return random_parameters(self.codec, self.shape.kv_heads, seed), random_body(self.leaves, seed)
 
     def arrays(self, copy: tuple[Any, Any]) -> list[Array]:
-        """What a kernel with this side reads."""
+        """Return the arrays that a kernel with this reader reads."""
         found = self.codec.kernel_arrays(*copy)
         rope = rope_of(self.shape.head_dim)
         return [*found, rope.inverse_frequencies, rope.attention_factor] if isinstance(self.side, Rotated) else found
@@ -174,7 +174,7 @@ class Body:
 
 
 def checked_part(stored: Any) -> Any:
-    """What of arrays [B, K, ...] is compared with the reference."""
+    """Return the part of arrays [B, K, ...] that is compared with the reference."""
     return jax.tree.map(lambda array: array[:1, :CHECKED_HEADS], stored)
 
 

@@ -59,7 +59,7 @@ class Case:
         return measure(self.name, kernel, target, elements_per_iteration=self.elements_per_iteration, stored_bits=self.stored_bits)
 
     def failures(self, report: KernelReport) -> list[str]:
-        """What of a report breaks a limit, in words."""
+        """Return the limits that a report breaks, in words."""
         instructions, alu, columns = report.instructions_per_element, report.alu_per_element, report.mma_columns
         checks = (
             (f"{instructions:.2f} instructions per element, at most {self.cap_instructions}", instructions > self.cap_instructions),

@@ -46,7 +46,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a jitted function was compiled to. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run."""
+    """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run."""
 
     compiled: jax.stages.Compiled
     kernels: dict[str, Kernel]

@@ -1,4 +1,4 @@
-"""What a kernel's main loop costs on a target, as a row of a table."""
+"""The cost of a kernel's main loop on a target: rows, their file and their page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KernelReport:
         return self.loop_instructions * self.threads / self.elements_per_iteration
 
     def per_element(self, *kinds: str) -> float:
-        """Instructions of these classes (sass.CLASSES) per element."""
+        """Return the instructions of these classes (sass.CLASSES) per element."""
         return sum(self.loop.get(kind, 0) for kind in kinds) * self.threads / self.elements_per_iteration
 
     @property
@@ -111,7 +111,7 @@ def measure(
     stored_bits: float,
     part: Callable[[Function], Loop] = main_loop,
 ) -> KernelReport:
-    """Assembles a compiled kernel and counts its main loop, or another part."""
+    """Assemble a compiled kernel and count its main loop, or another part."""
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     loop = part(assembly.function)
     counts = loop.counts()

@@ -73,7 +73,7 @@ class Instruction:
 
     @property
     def multiply_adds(self) -> int:
-        """Of one warp, for a matrix instruction; else 0."""
+        """Multiply-adds of one warp, for a matrix instruction; else 0."""
         if found := _MMA_SHAPE.match(self.opcode):
             m, n, k = map(int, found.groups())
             return m * n * k
@@ -92,7 +92,7 @@ class Function:
     labels: dict[str, int]
 
     def successors(self, index: int) -> tuple[int, ...]:
-        """Where control can go after an instruction of this index."""
+        """Return the places where control can go after an instruction of this index."""
         instruction, following = self.instructions[index], index + 1
         nexts = [following] if following < len(self.instructions) else []
         conditional = _PREDICATE.match(instruction.text) is not None
@@ -116,7 +116,7 @@ class Loop:
 
     @property
     def multiply_adds(self) -> int:
-        """Of one warp in one iteration, by matrix instructions."""
+        """Multiply-adds of one warp in one iteration, by matrix instructions."""
         return sum(instruction.multiply_adds for instruction in self.instructions)
 
     @property
@@ -131,7 +131,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """What ptxas made of a kernel. spill_bytes: stores and loads together; shared_bytes: what the code itself declares."""
+    """The result of ptxas for a kernel. spill_bytes: stores and loads together; shared_bytes: what the code itself declares."""
 
     registers: int
     spill_bytes: int
@@ -214,7 +214,7 @@ def main_loop(function: Function) -> Loop:
 
 
 def unknown_opcodes(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """How often each opcode occurs that belongs to no class."""
+    """Count each opcode that belongs to no class."""
     return dict(collections.Counter(i.base for i in instructions if i.kind == "other"))
 
 

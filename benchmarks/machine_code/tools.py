@@ -1,4 +1,4 @@
-"""Where the packages of the extra `aot` are, and one error where they are not."""
+"""Find the packages of the extra `aot`; one error names what is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cuda_plugin() -> str:
 
 
 def missing() -> str:
-    """What is not installed of what this package needs; empty where nothing is."""
+    """Name what this package needs and is not installed; empty where nothing is missing."""
     try:
         cuda_plugin()
         for name in ("ptxas", "nvdisasm"):

@@ -1,1 +1,1 @@
-"""What caches do to a model's predictions: tables of papers, and our own."""
+"""Predictions of a small model through each cache: the papers' tables, our own, and studies of one paper."""

@@ -1,4 +1,4 @@
-"""What caches do to a small model's predictions, through the real cache: the papers' tables and others, on one text.
+"""Measure a small model's predictions through the real cache: the papers' tables and others, on one text.
 
 Every cache that needs a calibration gets one, from samples of another text. Papers' tables run on two more variants of the model as
 well, with the same exact outputs and outliers in keys or in values. Numbers in benchmarks/results come from the JSON.
@@ -21,10 +21,10 @@ def argument_parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("suite", choices=tuple(SUITES), help="whose comparisons")
-    parser.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="who predicts (default: the embedded model)")
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="what is scored")
-    parser.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="what caches are calibrated on")
+    parser.add_argument("suite", choices=tuple(SUITES), help="the comparisons")
+    parser.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="a model (default: the embedded one)")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that is scored")
+    parser.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="the calibration text")
     parser.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="another such text")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
     parser.add_argument("--windows", type=int, default=16, help="windows of the text")

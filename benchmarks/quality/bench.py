@@ -1,4 +1,4 @@
-"""Runs the comparisons of a suite: every cache read as a model that decodes reads it, calibrated where it must be, on every variant."""
+"""Run the comparisons of a suite: every cache read as a model that decodes reads it, calibrated where it must be, on every variant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bench:
         return Text(path.name, hashlib.sha256(text.encode()).hexdigest(), len(ids)), ids
 
     def rows(self) -> Int[Array, "B T"]:
-        """Windows of the text, equally spaced, each after the token that opens every text."""
+        """Return windows of the text, equally spaced, each after the token that opens every text."""
         ids, width = self.texts["text"][1], self.options.window - 1
         if len(ids) < self.options.windows * width:
             raise ValueError(f"{self.options.text} has {len(ids)} tokens, fewer than {self.options.windows} windows of {width}")
@@ -59,7 +59,7 @@ class Bench:
         return self.variants[variant]
 
     def prepared(self, spec: kvq.CacheSpec, other_text: bool, variant: str) -> Llama:
-        """The variant with what the cache needs."""
+        """Return the variant with the parameters that the cache needs."""
         llama = self.model(variant)
         if not needs(spec, llama.config):
             return prepare(llama, spec)
@@ -88,7 +88,7 @@ class Bench:
 
 
 def run(suite: Suite, options: argparse.Namespace) -> QualityReport:
-    """Measures everything; a line of progress for each row."""
+    """Measure everything; a line of progress for each row."""
     chosen = [c for c in suite.comparisons if options.only is None or options.only in c.title]
     rows: list[QualityRow] = []
     with tempfile.TemporaryDirectory() as work:

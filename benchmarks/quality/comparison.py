@@ -1,4 +1,4 @@
-"""What is compared: tables of caches, each a grid like those that papers print."""
+"""Comparisons: tables of caches, each a grid like those that papers print."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which caches collapse under a key bias, and what subtracting it gives back: a small model, two biased variants of it, and the option.
+"""Find the caches that collapse under a key bias, and what subtracting it restores: a small model and two biased variants of it.
 
     wide   `kvq stress --key-bias` (kvq_tools/evaluation/stress.py): heads of twice the width, a constant in channels that no
            query reads. The same dense outputs. Plain is the model with the same wide heads and no constant.
     slow   the same constant in the two slowest RoPE pairs of every head, which queries do read. Where those turn by a small angle over the
            window, every key's score moves by the same amount and the outputs by little; KL is from the variant's own exact outputs.
 
-Numbers in benchmarks/results/README.md come from the JSON.
+The page in benchmarks/results comes from the JSON.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class BiasReport(Report):
 
 
 def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Array, "B T"]:
-    """Windows of a text, equally spaced, each after the token that opens it. ValueError where the text is too short."""
+    """Return windows of a text, equally spaced, each after the token that opens it. ValueError where the text is too short."""
     if len(ids) < count * (width - 1) + 1:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than {count} windows of {width}")
     starts = np.linspace(1, len(ids) - width + 1, count).astype(int)
@@ -113,7 +113,7 @@ def text_windows(ids: Int[np.ndarray, " S"], count: int, width: int) -> Int[Arra
 
 
 def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
-    """The model with a constant of random signs in the slowest RoPE pairs of its keys, before RoPE."""
+    """Return the model with a constant of random signs in the slowest RoPE pairs of its keys, before RoPE."""
     config, rng = llama.config, np.random.default_rng([seed, 3])
     widths = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads, "v_proj": config.num_key_value_heads}
     biases = {f"{name}.bias": np.zeros(heads * config.head_dim) for name, heads in widths.items()}
@@ -131,14 +131,14 @@ def with_slow_bias(llama: Llama, magnitude: float, seed: int) -> Llama:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is scored, and what caches that need it are calibrated on."""
+    """The tokens that are scored, and those that caches are calibrated on."""
 
     rows: Int[Array, "B T"]
     prompt: int
     calibration: Int[np.ndarray, " S"]
 
     def prepared(self, llama: Llama, cache: str) -> Llama:
-        """With what the cache needs. ValueError where the model or the cache refuses."""
+        """Return the model with the parameters that the cache needs. ValueError where the model or the cache refuses."""
         spec = kvq.parse(cache)
         if not needs(spec, llama.config):
             return prepare(llama, spec)
@@ -151,7 +151,7 @@ class Texts:
 
 
 def measured(models: dict[str, tuple[Llama, Llama]], label: str, texts: Texts) -> BiasRow:
-    """One cache of `CACHES` through all models; `models` are (plain, biased) by the variant's name."""
+    """Measure one cache of `CACHES` through all models; `models` are (plain, biased) by the variant's name."""
     shares, cache = CACHES[label]
     option, refused = f"{cache},subtract_bias=true", ""
     try:
@@ -248,9 +248,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
     parser.add_argument("--model", metavar="DIR", type=pathlib.Path, default=EMBEDDED, help="a Hugging Face directory")
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what is scored")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that is scored")
     parser.add_argument(
-        "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="what caches that need it are calibrated on"
+        "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that caches are calibrated on"
     )
     parser.add_argument("--key-bias", type=float, default=100.0, help="magnitude of the constant")
     parser.add_argument("--windows", type=int, default=4, help="windows of the text")

@@ -40,7 +40,7 @@ ROW = 1024  # tokens of the rows that perplexity is measured on
 
 
 def repeat_kv_heads(llama: Llama) -> Llama:
-    """The same function of its tokens with a KV head for each query head. A bias is repeated like a column of its kernel."""
+    """Return the same function of its tokens with a KV head for each query head. A bias is repeated like a column of its kernel."""
     config = llama.config
     group = config.num_attention_heads // config.num_key_value_heads
 
@@ -159,7 +159,7 @@ def uptrain(llama: Llama, streams: dict[str, np.ndarray], tokenizer: Tokenizer, 
 
 
 def make(options: argparse.Namespace) -> dict[str, Any] | None:
-    """What history.json holds, after everything else was written; None where the run was interrupted."""
+    """Return the content of history.json, after everything else was written; None where the run was interrupted."""
     llama, _ = load_llama(options.model, dtype="float32")
     check_model(llama.config)
     group = llama.config.num_attention_heads // llama.config.num_key_value_heads

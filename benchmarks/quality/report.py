@@ -1,4 +1,4 @@
-"""What a run writes: rows, and what they were measured on."""
+"""The report of a suite: rows, and what they were measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report_file import Report
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one cache of one variant of the model came to. Bits are of a body element: as stored, and by the KVQuant paper's rule (None
+    """The numbers of one cache on one variant of the model. Bits are of a body element: as stored, and by the KVQuant paper's rule (None
     where it says nothing). cache_bytes are those of one window, exact tokens included."""
 
     stored_bits: float
@@ -30,7 +30,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class QualityRow(Measured):
-    """With its place in a table."""
+    """The numbers of one cache, with its place in a table."""
 
     table: str
     cells: tuple[str, ...]

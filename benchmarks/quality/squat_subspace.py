@@ -1,4 +1,4 @@
-"""How well the prompt's queries tell where later queries lie, and what that is worth: Figure 2 of the SQuat paper on the embedded model.
+"""Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of the SQuat paper on the embedded model.
 
 The model reads a prompt and writes a response without any quantization, so that errors do not change what is written (Appendix E.1).
 
@@ -52,7 +52,7 @@ CACHES = (  # in what they predict
 
 
 def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerInputs]:
-    """Queries, keys and values of one sequence at every layer, from the exact forward pass."""
+    """Return queries, keys and values of one sequence at every layer, from the exact forward pass."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     valid, rope = positions >= 0, rope_for(llama.config, len(tokens))
     hidden = llama.embed_tokens(jnp.asarray(tokens, jnp.int32)[None])
@@ -65,13 +65,13 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
 
 
 def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs:
-    """Tokens start .. stop - 1 alone; positions are kept."""
+    """Return tokens start .. stop - 1 alone; positions are kept."""
     cut: dict[str, Any] = {f: getattr(inputs, f)[:, :, start:stop] for f in ("q_pre", "q_rot", "k_pre", "k_rot", "v")}
     return dataclasses.replace(inputs, x=None, positions=inputs.positions[:, start:stop], valid=inputs.valid[:, start:stop], **cut)
 
 
 def before_rope(inputs: kvq.LayerInputs) -> kvq.LayerInputs:
-    """The same layer in a model without RoPE: what Figure 2 looks at."""
+    """Return the layer's inputs as in a model without RoPE, where Figure 2 looks."""
     assert inputs.q_pre is not None
     assert inputs.k_pre is not None
     return dataclasses.replace(inputs, q_rot=inputs.q_pre, k_rot=inputs.k_pre)

@@ -48,7 +48,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubspaceReport(Report):
-    """What was measured, and on what. ranks: of the deviations."""
+    """The rows, and what they were measured on. ranks: of the deviations."""
 
     model: str
     text: str
@@ -61,11 +61,11 @@ class SubspaceReport(Report):
     predictions: tuple[Prediction, ...]
 
     def deviation(self, source: str, rope: bool) -> Float[np.ndarray, " ranks"]:
-        """Mean over the layers."""
+        """Return the mean over the layers."""
         return np.mean([row.values for row in self.deviations if (row.source, row.rope) == (source, rope)], axis=0)
 
     def ratio(self, setting: str, rank: int, lam: float) -> float:
-        """SQuat's error over KIVI's, the geometric mean over the layers."""
+        """Return SQuat's error over KIVI's, the geometric mean over the layers."""
         found = {(row.rank, row.lam, row.layer): row.error for row in self.errors if row.setting == setting}
         layers = sorted({layer for *_, layer in found})
         return float(np.exp(np.mean([np.log(found[rank, lam, layer] / found[None, None, layer]) for layer in layers])))
@@ -98,7 +98,7 @@ def page(report: SubspaceReport, file: pathlib.Path) -> str:
 
 
 def draw(report: SubspaceReport) -> Any:
-    """A figure: deviations by rank on the left, errors relative to KIVI's by lam on the right."""
+    """Draw a figure: deviations by rank on the left, errors relative to KIVI's by lam on the right."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -55,7 +55,7 @@ def _squat_grid() -> Iterator[tuple[str, str]]:
 
 
 def squat_queries() -> Suite:
-    """Which queries span SQuat's subspace: the prompt's where they are, or turned to the positions that follow it."""
+    """Compare the queries that span SQuat's subspace: the prompt's where they are, or turned to the positions that follow it."""
     return Suite(
         "Quality of SQuat by the queries that span its subspace",
         tuple(listed(f"Queries that span the subspace, {bits} bits", _squat_queries(bits)) for bits in (2, 3)),

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu import decode_step
 from benchmarks.gpu.device_timing import Timing
-from benchmarks.gpu.rows import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow
 from kvq_models import LlamaConfig
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 

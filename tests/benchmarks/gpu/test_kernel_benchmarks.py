@@ -16,7 +16,7 @@ import pytest
 from benchmarks import results_page
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu import (
-    candidates,
+    attention_candidates,
     decode_step,
     innerq_candidates,
     kernels,
@@ -24,14 +24,14 @@ from benchmarks.gpu import (
     paper_tables,
     plots,
     polarquant_candidates,
-    run,
+    timed_case,
 )
-from benchmarks.gpu.candidates import INEXACT_MERGE, MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
+from benchmarks.gpu.attention_candidates import INEXACT_MERGE, MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
 from benchmarks.gpu.device_timing import Timing, timing_loop
 from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
 from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
-from benchmarks.gpu.rows import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
 from tests.benchmarks.gpu.test_decode_step import TINY
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -119,8 +119,8 @@ def test_the_reference_rejects_another_sequence_of_heads():
     x, copy = task.start(), task.copy(jnp.uint32(1))
     out = task.calls[0][1](x, copy)
     assert task.check is not None
-    assert run.relative_error(*task.check(x, copy, out)) < 1e-2
-    assert run.relative_error(*task.check(x, copy, jnp.roll(out, 1, axis=1))) > 0.1
+    assert timed_case.relative_error(*task.check(x, copy, out)) < 1e-2
+    assert timed_case.relative_error(*task.check(x, copy, jnp.roll(out, 1, axis=1))) > 0.1
 
 
 def test_reports_are_read_as_they_were_written(folder: pathlib.Path, tmp_path: pathlib.Path):
@@ -189,7 +189,7 @@ def test_products_count_all_that_grows_with_tokens(case: Case):
         if planned.candidate == "packing":
             continue
         task = planned.make()
-        x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, run.SEED)
+        x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
         out = jax.eval_shape(task.calls[0][1], x, copy)
         grown = per_token_bytes((x, out), case.shape.tokens)
         assert grown == case.shape.kv_heads * case.shape.tokens * (4 if "key" in planned.section or planned.section == "scores" else 2)
@@ -217,7 +217,7 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
     broken = dataclasses.replace(good.make(), calls=(("asm", lambda x, copy: jnp.zeros(3) @ jnp.zeros(4)),))
     tasks = [Planned("attention", "unfit", unfit), Planned("attention", "broken", lambda: broken), good]
     report = empty()
-    run.run_case(MODEL, CASES[0].shape, tasks, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads)
+    timed_case.run_case(MODEL, CASES[0].shape, tasks, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads)
     unfit_row, broken_row, good_row = GpuReport.read(tmp_path / "rows.json").rows
     assert unfit_row.failure == "ValueError: head_dim 80"
     assert broken_row.failure.startswith("TypeError")
@@ -287,7 +287,7 @@ def test_other_candidates_lower_for_cuda(planned: Planned):
 
 def lowered(planned: Planned) -> str:
     task = planned.make()
-    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, run.SEED)
+    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
     [(_, call)] = task.calls
     return lower_for_cuda(timing_loop(call, task.feed, 2), x, [copy] * 2)
 
@@ -348,15 +348,15 @@ def test_a_split_batch_for_cudnn_attends_as_one_sequence_does(group: int, monkey
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 3, group, 64)) * 2, jnp.float32)
     k, v = (jnp.asarray(rng.normal(size=(2, 512, 3, 64)), jnp.bfloat16) for _ in range(2))
-    wanted = np.asarray(candidates._cudnn(q, k, v))
+    wanted = np.asarray(attention_candidates._cudnn(q, k, v))
 
     def errors(found: jax.Array) -> np.ndarray:
         return np.linalg.norm(np.asarray(found) - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
-    assert errors(candidates._cudnn_split(4, q, k, v)).max() < 1e-5
-    assert errors(candidates._cudnn(q, k[:, :128], v[:, :128])).min() > 0.2, "the first run alone would pass"
+    assert errors(attention_candidates._cudnn_split(4, q, k, v)).max() < 1e-5
+    assert errors(attention_candidates._cudnn(q, k[:, :128], v[:, :128])).min() > 0.2, "the first run alone would pass"
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    assert 1e-3 < errors(candidates._cudnn_split(4, q, k, v)).max() < 4e-2
+    assert 1e-3 < errors(attention_candidates._cudnn_split(4, q, k, v)).max() < 4e-2
     planned = {task.candidate: task for task in attention_tasks(shape_of("Llama-3.1-8B", 4096, 1), (), ())}
     remarks = {name: task.make().remark for name, task in planned.items()}
     assert {name for name, remark in remarks.items() if remark == INEXACT_MERGE} == {"cuDNN bf16, tokens split"}

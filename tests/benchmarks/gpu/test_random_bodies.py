@@ -11,12 +11,12 @@ import pytest
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import kernels, random_bodies, run
-from benchmarks.gpu.candidates import MORE_SPECS, SPECS, attention_tasks
+from benchmarks.gpu import kernels, random_bodies, timed_case
+from benchmarks.gpu.attention_candidates import MORE_SPECS, SPECS, attention_tasks
 from benchmarks.gpu.device_timing import Timing
 from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.random_bodies import Body, bodies_of, plan_of
-from benchmarks.gpu.rows import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.methods.registry import METHODS
 from pallas_kernels.launch import Launch
@@ -74,7 +74,7 @@ def test_each_methods_kernels_are_traced_or_refused_with_the_reason(spec: str):
             bodies_of(spec, shape)
         return
     task = attention_tasks(shape, (Launch("jnp"),), (spec,))[-1].make()
-    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, run.SEED)
+    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
     out = jax.eval_shape(task.calls[0][1], x, copy)
     assert out.shape == x[0].shape
     assert task.check is not None
@@ -89,9 +89,9 @@ def test_the_reference_rejects_other_contents(spec: str):
     x, copy, other = task.start(), task.copy(jnp.uint32(1)), task.copy(jnp.uint32(2))
     out = task.calls[0][1](x, copy)
     assert task.check is not None
-    assert run.relative_error(*task.check(x, copy, out)) < 5e-3
-    assert run.relative_error(*task.check(x, other, out)) > 0.1
-    assert run.relative_error(*task.check(x, copy, jnp.roll(out, 1, axis=1))) > 0.1
+    assert timed_case.relative_error(*task.check(x, copy, out)) < 5e-3
+    assert timed_case.relative_error(*task.check(x, other, out)) > 0.1
+    assert timed_case.relative_error(*task.check(x, copy, jnp.roll(out, 1, axis=1))) > 0.1
 
 
 def test_keys_cached_before_rope_are_compared_after_it():
@@ -101,8 +101,8 @@ def test_keys_cached_before_rope_are_compared_after_it():
     out = turned.calls[0][1](x, copy)
     assert turned.check is not None
     assert plain.check is not None
-    assert run.relative_error(*turned.check(x, copy, out)) < 5e-3
-    assert run.relative_error(*plain.check(x, copy, out)) > 0.1
+    assert timed_case.relative_error(*turned.check(x, copy, out)) < 5e-3
+    assert timed_case.relative_error(*plain.check(x, copy, out)) > 0.1
 
 
 @pytest.mark.parametrize("spec", ["kivi:bits=2", "int4", "nf4", "polarquant", "kvquant:bits=4,outliers=0.02"])

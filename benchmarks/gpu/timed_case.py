@@ -1,4 +1,4 @@
-"""Compiling and timing the candidates of one case: compiled side by side, then timed one after the other with the GPU to itself."""
+"""Compile and time the candidates of one case: compiled side by side, then timed one after the other with the GPU to themselves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu.timing import Shape, relative_error
-from benchmarks.gpu.candidates import Planned, Task
+from benchmarks.gpu.attention_candidates import Planned, Task
 from benchmarks.gpu.device_timing import Timing, sampled_ms, timing_loop
-from benchmarks.gpu.rows import GpuReport, KernelRow, is_fatal, one_line
+from benchmarks.gpu.report import GpuReport, KernelRow, is_fatal, one_line
 
 MEMORY_LIMIT = 100 << 30  # bytes of a candidate's copies and temporaries
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)

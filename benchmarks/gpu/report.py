@@ -1,4 +1,4 @@
-"""Rows of the GPU kernel benchmarks, and the report that keeps them on disk while they are measured."""
+"""The rows of the GPU benchmarks, and the report that keeps them on disk while they are measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KernelRow:
 
     @property
     def mostly_launches(self) -> bool:
-        """Whether the same launches without any token take more than half of the time."""
+        """True where the same launches without any token take more than half of the time."""
         return self.idle_ms is not None and bool(self.samples_ms) and self.idle_ms > 0.5 * self.median_ms
 
     @property
@@ -51,7 +51,7 @@ class KernelRow:
 
     @property
     def rate(self) -> float:
-        """Bytes that must be moved over the median time, in bytes a second."""
+        """The bytes that must be moved over the median time, in bytes a second."""
         return self.moved_bytes / (self.median_ms * 1e-3)
 
     @property
@@ -82,29 +82,29 @@ class GpuReport(Report):
         return cls(title=title, **header(command))
 
     def resumed(self, earlier: GpuReport) -> GpuReport:
-        """The earlier report, to go on with here. ValueError where it was begun on another device or version."""
+        """Return the earlier report, to go on with here. ValueError where it was begun on another device or version."""
         for name in ("title", "device", "jax_version"):
             if getattr(self, name) != getattr(earlier, name):
                 raise ValueError(f"cannot resume: {name} was {getattr(earlier, name)!r} and is {getattr(self, name)!r}")
         return earlier
 
     def median_rate(self, name: str) -> float | None:
-        """Bytes a second of the measured "copy" or "read"."""
+        """Return the bytes a second of the measured "copy" or "read"."""
         found = [row.rate for row in self.rows if row.section == "bandwidth" and row.candidate == name and row.samples_ms]
         return found[-1] if found else None
 
     def share(self, row: KernelRow) -> float | None:
-        """Of the measured copy bandwidth."""
+        """Return the share of the measured copy bandwidth that a row reaches."""
         copy = self.median_rate("copy")
         return row.rate / copy if copy and row.samples_ms and row.moved_bytes else None
 
     def best_bf16(self, row: KernelRow) -> KernelRow | None:
-        """The fastest candidate at this row's place that does not quantize."""
+        """Return the fastest candidate at this row's place that does not quantize."""
         found = [other for other in self.rows if other.place == row.place and other.bf16 and other.samples_ms]
         return min(found, key=lambda other: other.median_ms, default=None)
 
     def ratio(self, row: KernelRow) -> float | None:
-        """The median time over that of the best bf16 candidate. They were timed one after the other, not in turn."""
+        """Return the median time over that of the best bf16 candidate. They were timed one after the other, not in turn."""
         best = self.best_bf16(row)
         return row.median_ms / best.median_ms if best and row.samples_ms else None
 
@@ -122,11 +122,11 @@ class GpuReport(Report):
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a cell of a table."""
+    """Render an error as a cell of a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].replace("|", "/")
 
 
 def is_fatal(failure: str) -> bool:
-    """Whether an error leaves the process's GPU unusable, so that only a new process can go on."""
+    """Return True where an error leaves the process's GPU unusable, so that only a new process can go on."""
     return "RESOURCE_EXHAUSTED" not in failure and any(text in failure for text in ("CUDA_ERROR", "illegal memory", "ILLEGAL_ADDRESS"))

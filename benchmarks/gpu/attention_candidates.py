@@ -1,4 +1,4 @@
-"""What the kernel benchmark times: decode attention over packed and exact keys and values, ours and others', at four models' shapes."""
+"""Decode attention as the kernel benchmark times it: packed and exact keys and values, ours and others', at shapes of four models."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _dequantized(shape: Shape) -> Task:
 
 
 def _exact_bytes(shape: Shape) -> int:
-    """Of keys and values in bf16."""
+    """Count the bytes of keys and values in bf16."""
     return 4 * shape.batch * shape.kv_heads * shape.tokens * shape.head_dim
 
 
