@@ -55,7 +55,7 @@ def test_its_tables_hold_the_measured_numbers(report: OverviewReport):
     size = coded.cache_bytes / 2**30
     assert f"| `{coded.cache}` | {coded.stored_bits:.2f} | {coded.kl:.4f} | {size:.2f} GiB |" in overview.readme_table(report)
     assert f"| `{coded.cache}` | {coded.stored_bits:.3f} | {size:.3f} | {coded.ratio:.2f} | {coded.kl:.5f} |" in overview.page(
-        report, "o.json"
+        report, pathlib.Path("o.json")
     )
 
 

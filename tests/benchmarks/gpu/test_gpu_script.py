@@ -67,8 +67,15 @@ def test_all_stages_run_on_cuda_within_ten_minutes(tmp_path: pathlib.Path):
     tests, kernels, steps = (arguments for _, arguments in found.calls)
     assert "-m gpu" in tests
     assert "-n 12" in tests
-    for name in ("decode", "matvec", "nonuniform", "lookup", "parts_of_groups", "polar", "quantize"):
-        assert f"tests/pallas_kernels/test_{name}.py" in tests
+    folders = {
+        "decode_attention": ("decode", "matvec"),
+        "quantize": ("quantize",),
+        "readers": ("codebook", "parts_of_groups", "polar"),
+        "tiles": ("table_lookup",),
+    }
+    for folder, names in folders.items():
+        for name in names:
+            assert f"tests/pallas_kernels/{folder}/test_{name}.py" in tests
     assert f"--json {tmp_path}/results/kernels_stub.json" in kernels
     assert f"--json {tmp_path}/results/step_stub.json" in steps
     seconds = limits(found.log)
