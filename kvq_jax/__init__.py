@@ -6,7 +6,7 @@ spec = kvq.parse("innerq:bits=2")
 cache = kvq.init_cache(spec, config, batch=1, capacity=4096)
 """
 
-from kvq_jax.array_types import LayerInputs
+from kvq_jax.array_types import ArraySpec, Axis, LayerInputs
 from kvq_jax.cache.accounting import (
     bits_per_element,
     body_bits_per_element,
@@ -16,7 +16,7 @@ from kvq_jax.cache.accounting import (
     nbytes,
     outlier_fraction,
 )
-from kvq_jax.cache.cache import Cache, init_cache, layout
+from kvq_jax.cache.cache import Cache, axes, init_cache, layout
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, select_rows, trim
 from kvq_jax.cache.serialization import fingerprint, load_cache, save_cache
@@ -28,11 +28,14 @@ __version__ = "0.1.0"  # the distribution's: pyproject.toml reads it here
 
 __all__ = [
     "METHODS",
+    "ArraySpec",
+    "Axis",
     "Cache",
     "CacheSpec",
     "LayerInputs",
     "Rope",
     "__version__",
+    "axes",
     "bits_per_element",
     "body_bits_per_element",
     "components",

@@ -17,6 +17,22 @@ Words
     position   index of a token in its sequence; rows are right-padded, so index == position
     valid      True where a token is real, False where it is padding
 
+Axes
+----
+Every array that is kept (caches, prompt statistics, method parameters, weights) is described by an `ArraySpec`, whose axes have these
+names. Nothing is concluded from shapes.
+
+    batch      sequences                         model   the model's width, of the residual stream
+    kv_heads   key/value heads                   heads   query heads
+    tokens     cached tokens, or window slots    mlp     the width inside an MLP
+    channels   entries of a cached row           vocab   tokens that a model knows
+    pairs      RoPE pairs of a head              none    anything else: words of a row, slots of a token, entries of a table
+
+An axis keeps the name of what it runs along where neighbours share an entry: `per` of them do. A scale of groups over 32 tokens has the
+axes (batch, kv_heads, tokens per 32, channels), one of groups over 32 channels (batch, kv_heads, channels per 32, tokens), and packed words
+of which n tokens share a row have an axis of tokens per n. Where a thing has several entries side by side, they are `each`: a projection's
+output runs along kv_heads, H each. Heads that are none of the model's (a layer's input cached as one row) have no name.
+
 RoPE pairs are the half-split pairs (i, i + H/2) of Hugging Face's Llama.
 """
 
@@ -24,11 +40,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvq_jax.pytree import pytree
 from kvq_jax.rope import Rope
@@ -39,10 +57,71 @@ QueryBNTH: TypeAlias = Float[Array, "B N T H"]
 RowsBKTH: TypeAlias = Float[Array, "B K T H"]
 CachedRows: TypeAlias = Float[Array, "B heads T C"]  # K or V, or what they are rebuilt from
 Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # what a caller may give for tokens or lengths
-ArrayOrStruct: TypeAlias = Array | jax.ShapeDtypeStruct
 LengthsB: TypeAlias = Int[Array, "B"]
 PositionsBT: TypeAlias = Int[Array, "B T"]
 ValidBT: TypeAlias = Bool[Array, "B T"]
+
+
+AxisName = Literal["batch", "kv_heads", "tokens", "channels", "pairs", "model", "heads", "mlp", "vocab", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis that runs along `count` things called `name`. Where `per` is more than 1, so many neighbours share one entry; where `each`
+    is, a thing has so many entries side by side."""
+
+    name: AxisName
+    count: int
+    per: int = 1
+    each: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.count // self.per * self.each
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """The axes and the dtype of one array, of which its shape, its bytes and shardings follow. No two axes share a name but "none".
+
+        ArraySpec((Axis("batch", B), Axis("kv_heads", K), Axis("tokens", S, per=32), Axis("channels", H)), "float16")    # [B, K, S/32, H]
+
+    A leaf of trees. Trees of them have the structure of what they describe (`pytree.describe`).
+    """
+
+    axes: tuple[Axis, ...]
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The array that is allocated."""
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    @property
+    def names(self) -> tuple[AxisName, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    def axis(self, name: AxisName) -> int:
+        """The number of the axis of this name; ValueError where there is none."""
+        return self.names.index(name)
+
+    def __getitem__(self, name: AxisName) -> Axis:
+        return self.axes[self.axis(name)]
+
+    def along(self, name: AxisName, vector: Shaped[Array | np.ndarray, " n"]) -> Shaped[Array | np.ndarray, "..."]:
+        """A vector laid along the axis of this name, to be broadcast against the array."""
+        return vector.reshape([-1 if axis == self.axis(name) else 1 for axis in range(len(self.axes))])
+
+    def renamed(self, old: AxisName, new: AxisName) -> ArraySpec:
+        """The same array where what was called `old` is called `new`."""
+        return dataclasses.replace(self, axes=tuple(dataclasses.replace(a, name=new) if a.name == old else a for a in self.axes))
+
+
+ArrayOrSpec: TypeAlias = Array | jax.ShapeDtypeStruct | ArraySpec  # a weight, or what is known of it
 
 
 @runtime_checkable
@@ -94,10 +173,10 @@ class LayerWeights:
     Shapes: kernels [D, K * H], biases [K * H] or None, input_norm [D], k_norm [H] or None (no QK-norm), norm_eps [] fp32.
     """
 
-    k_kernel: Float[ArrayOrStruct, "D KH"]
-    v_kernel: Float[ArrayOrStruct, "D KH"]
-    k_bias: Float[ArrayOrStruct, " KH"] | None
-    v_bias: Float[ArrayOrStruct, " KH"] | None
-    k_norm: Float[ArrayOrStruct, " H"] | None
-    input_norm: Float[ArrayOrStruct, " D"]
-    norm_eps: Float[ArrayOrStruct, ""]
+    k_kernel: Float[ArrayOrSpec, "D KH"]
+    v_kernel: Float[ArrayOrSpec, "D KH"]
+    k_bias: Float[ArrayOrSpec, " KH"] | None
+    v_bias: Float[ArrayOrSpec, " KH"] | None
+    k_norm: Float[ArrayOrSpec, " H"] | None
+    input_norm: Float[ArrayOrSpec, " D"]
+    norm_eps: Float[ArrayOrSpec, ""]

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.report_file import Report, header
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=4", "innerq:bits=2", "innerq:bits=2,mode=sym")
@@ -155,11 +155,11 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
     def floats(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return jnp.asarray(0.5 * rng.standard_normal(shape, np.float32), dtype)
 
-    def values(leaf: Leaf, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.integer):
-            info = jnp.iinfo(leaf.dtype)
-            return jnp.asarray(rng.integers(info.min, info.max, struct.shape, leaf.dtype, endpoint=True))
-        return leaf.store(floats(struct.shape, leaf.dtype))
+    def values(spec: BodySpec, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(jnp.dtype(spec.dtype), jnp.integer):
+            info = jnp.iinfo(spec.dtype)
+            return jnp.asarray(rng.integers(info.min, info.max, struct.shape, spec.dtype, endpoint=True))
+        return spec.store(floats(struct.shape, spec.dtype))
 
     layout = plan.layout(batch, dtype)
     body = tuple(

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.attention_candidates import Planned, Task, name_of, padded_heads
 from benchmarks.gpu.device_timing import first, nudged, uniform
-from benchmarks.gpu.random_bodies import Body, bytes_of, plan_of, random_parameters, rope_of
+from benchmarks.gpu.random_bodies import Body, plan_of, random_parameters, rope_of
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
@@ -94,8 +95,8 @@ class _Side:
         return (4 if self.side == "k" else 2) * self.shape.kv_heads * self.shape.tokens
 
     def bytes(self, part: str) -> int:
-        sparse = bytes_of(self.leaves.outliers)
-        return {"dense": bytes_of(self.leaves) - sparse, "sparse": sparse, "total": bytes_of(self.leaves)}[part]
+        sparse = kvq.nbytes(self.leaves.outliers)
+        return {"dense": kvq.nbytes(self.leaves) - sparse, "sparse": sparse, "total": kvq.nbytes(self.leaves)}[part]
 
     def random_rows(self, seed: Array, tokens: int) -> Array:
         return uniform((1, self.shape.kv_heads, tokens, self.shape.head_dim), seed, -1.0, 1.0, jnp.float16)
@@ -142,7 +143,7 @@ class _Side:
         def pack(x: Array, params: Any) -> Any:
             return codec.quantize(params, (), x, prefill=False)
 
-        size = bytes_of(codec.body(1, self.shape.kv_heads, tokens)) + 2 * self.shape.kv_heads * tokens * self.shape.head_dim
+        size = kvq.nbytes(codec.body(1, self.shape.kv_heads, tokens)) + 2 * self.shape.kv_heads * tokens * self.shape.head_dim
         return Task(
             False,
             size,

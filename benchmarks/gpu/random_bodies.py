@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.polar_array import PolarArray
 from kvq_jax.arrays.sparse_outliers import SparseOutliers
-from kvq_jax.arrays.stored import Leaf, load_body
+from kvq_jax.arrays.stored import BodySpec, load_body
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
@@ -34,8 +33,8 @@ CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the r
 
 
 def random_body(leaves: Any, seed: Array) -> Any:
-    """Arrays as a cache stores them, for a body's tree of `Leaf`: random codes, and statistics that make them rows of about -1 .. 1."""
-    if isinstance(leaves, Leaf):
+    """Arrays as a cache stores them, for a body's tree of `BodySpec`: random codes, and statistics that make them rows of about -1 .. 1."""
+    if isinstance(leaves, BodySpec):
         return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
     if isinstance(leaves, GroupedArray):
         return _random_quantized(leaves, seed)
@@ -63,16 +62,16 @@ def _random_quantized(leaves: GroupedArray, seed: Array) -> GroupedArray:
 def _random_nonuniform(leaves: CodebookArray, seed: Array) -> CodebookArray:
     """All slots of outliers are in use."""
     scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
-    width = leaves.words[0].shape[1] * leaves.format.channels
+    width = leaves.words[0]["kv_heads"].size * leaves.format.channels
     sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, width, seed)
     return CodebookArray(_random_codes(leaves.words, seed), scale, zero, sparse, leaves.format)
 
 
-def _random_outliers(leaves: SparseOutliers, width: int, seed: Array) -> SparseOutliers:
+def _random_outliers(leaves: Any, width: int, seed: Array) -> SparseOutliers:
     """A slot in each of as many runs of the `width` channels: sorted, and no channel twice."""
-    shape = leaves.index.shape
-    slot = jnp.arange(shape[1])[None, :, None]
-    begin, end = (n * width // shape[1] for n in (slot, slot + 1))
+    shape, slots = leaves.index.shape, leaves.index["none"].size
+    slot = leaves.index.along("none", jnp.arange(slots))
+    begin, end = (n * width // slots for n in (slot, slot + 1))
     place = begin + (scattered(shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
     dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint8)
     return SparseOutliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
@@ -94,7 +93,7 @@ def _random_polar(leaves: PolarArray, seed: Array) -> PolarArray:
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
     """Return what a calibration would give, {} for codecs that need none: rows are about -1 .. 1, and hardly an entry is an outlier."""
     ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
-    found = {name: uniform(struct.shape, seed, *ranges[name]) for name, struct in codec.parameters(heads).items()}
+    found = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in codec.parameters(heads).items()}
     if "levels" in found:
         found |= {"levels": jnp.sort(found["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
     return found
@@ -107,10 +106,6 @@ def rope_of(head_dim: int) -> Rope:
 
 
 # One side of a cache
-
-
-def bytes_of(leaves: Any) -> int:
-    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))
 
 
 def plan_of(spec: str, shape: Shape) -> LayerPlan:
@@ -130,13 +125,13 @@ class Body:
 
     @functools.cached_property
     def leaves(self) -> Any:
-        """The tree of `Leaf`."""
+        """The tree of `BodySpec`."""
         return self.codec.body(self.shape.batch, self.shape.kv_heads, self.shape.tokens)
 
     @property
     def nbytes(self) -> int:
         """Count the bytes of the stored arrays; parameters do not grow with tokens and are not counted."""
-        return bytes_of(self.leaves)
+        return kvq.nbytes(self.leaves)
 
     @functools.cached_property
     def side(self) -> Side:
@@ -167,8 +162,7 @@ class Body:
     def checked_rows(self, copy: tuple[Any, Any]) -> Float[Array, "1 C S H"]:
         """`rows` of the first sequence, CHECKED_HEADS heads. Others are decoded only where heads share arrays."""
         params, stored = copy
-        leaves = jax.tree.leaves(self.leaves)
-        apart = not params and all(len(leaf.shape) == 4 and leaf.shape[1] == self.shape.kv_heads for leaf in leaves)
+        apart = not params and all("kv_heads" in spec.names and spec["kv_heads"].per == 1 for spec in jax.tree.leaves(self.leaves))
         part = checked_part(stored) if apart else jax.tree.map(lambda array: array[:1], stored)
         return self.rows((params, part))[:, :CHECKED_HEADS]
 

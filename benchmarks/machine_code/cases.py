@@ -15,8 +15,9 @@ from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.target import Target
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.grouped_array import Axis, GroupFormat, Scheme
+from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
 from kvq_jax.arrays.packing import plane_layout
+from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
 from pallas_kernels.decode_attention import matvec
@@ -88,7 +89,7 @@ def _side(format: GroupFormat | None, channels: int) -> Stored:
         side, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
         side = grouped(GroupedCodec("k", format))
-        stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(format, BATCH, KV_HEADS, TOKENS))]
+        stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(side, Side), side
     stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
     return side, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
@@ -102,7 +103,8 @@ def _tables(bits: int, channels: int, group: ChannelGroup | None, slots: int = 0
     words = [(BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(b)) for b in layout.sets]
     shapes: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int16) for shape in words]
     shapes.append(((1 << bits,), jnp.float32))
-    shapes += 2 * [((KV_HEADS, channels), jnp.float32) if group is None else (group.shape(BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
+    wide = None if group is None else BodySpec(group.axes(BATCH, KV_HEADS, TOKENS, channels), "float16")
+    shapes += 2 * [((KV_HEADS, channels), jnp.float32) if wide is None else (wide.shape, wide.struct.dtype)]
     shapes += [((BATCH, slots, TOKENS), jnp.uint16)] * 2 if slots else []
     stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes if len(shape) > 2)
     shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
@@ -141,11 +143,11 @@ def _attention(
     return Case(name, build, "decode_attention", tuning.tile * 2 * channels, (k_bits + v_bits) / 2, mma_columns=columns, **limits)
 
 
-INNER: tuple[Axis, Axis] = ("channels", "tokens")  # keys, values: groups over the axis that a product sums over
-OUTER: tuple[Axis, Axis] = ("tokens", "channels")
+INNER: tuple[GroupedAxis, GroupedAxis] = ("channels", "tokens")  # keys, values: groups over the axis that a product sums over
+OUTER: tuple[GroupedAxis, GroupedAxis] = ("tokens", "channels")
 
 
-def _formats(bits: int, scheme: Scheme, axes: tuple[Axis, Axis], channels: int) -> tuple[GroupFormat, GroupFormat]:
+def _formats(bits: int, scheme: Scheme, axes: tuple[GroupedAxis, GroupedAxis], channels: int) -> tuple[GroupFormat, GroupFormat]:
     k, v = (GroupFormat(bits, scheme, axis, 32, channels, 32) for axis in axes)
     return k, v
 

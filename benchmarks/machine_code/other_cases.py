@@ -46,10 +46,10 @@ def _polar(
     else:
         v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
         values = grouped(GroupedCodec("v", v_format))
-        v_stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(v_format, BATCH, KV_HEADS, TOKENS))]
+        v_stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(v_format, BATCH, KV_HEADS, TOKENS))]
     assert isinstance(keys, Side), keys
     assert isinstance(values, Side), values
-    k_stored = [leaf.struct for leaf in jax.tree.leaves(polar_array.leaves(format, BATCH, KV_HEADS, TOKENS))]
+    k_stored = [leaf.struct for leaf in jax.tree.leaves(polar_array.specs(format, BATCH, KV_HEADS, TOKENS))]
     elements = BATCH * KV_HEADS * TOKENS * 2 * channels
     bits = 8 * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored)) / elements
 

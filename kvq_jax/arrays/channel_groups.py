@@ -11,6 +11,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvq_jax.array_types import Axis
+
 
 @dataclasses.dataclass(frozen=True)
 class ChannelGroup:
@@ -35,9 +37,10 @@ class ChannelGroup:
         per_channel = jnp.repeat(jnp.swapaxes(statistic.astype(jnp.float32), 2, 3), self.channels, axis=3)
         return jnp.repeat(per_channel, self.heads, axis=1) if self.heads > 1 else per_channel
 
-    def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
-        """Of a stored statistic. A part of the heads, fewer than a group, counts as one group."""
-        return batch, max(heads // self.heads, 1), head_dim // self.channels, tokens
+    def axes(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[Axis, ...]:
+        """The axes of a stored statistic. A part of the heads, fewer than a group, counts as one group."""
+        across = Axis("kv_heads", max(heads, self.heads), per=self.heads)
+        return Axis("batch", batch), across, Axis("channels", head_dim, per=self.channels), Axis("tokens", tokens)
 
 
 def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:

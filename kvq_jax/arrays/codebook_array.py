@@ -19,7 +19,7 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
 from kvq_jax.arrays.sparse_outliers import SparseOutliers
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.pytree import describe, pytree
 
@@ -65,12 +65,12 @@ class CodebookArray:
     format: CodebookFormat = dataclasses.field(metadata={"static": True})
 
 
-def leaves(format: CodebookFormat, batch: int, heads: int, tokens: int) -> CodebookArray:
-    """The `CodebookArray` tree of `Leaf` descriptions for a body of `tokens` tokens."""
-    layout, group = format.layout, format.group
-    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
-    scale = group and Leaf(group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
-    sparse = sparse_outliers.leaves(batch, tokens, format.slots, format.residual_dtype, format.overflows) if format.slots else None
+def specs(format: CodebookFormat, batch: int, heads: int, tokens: int) -> CodebookArray:
+    """Describe the arrays of a body of `tokens` tokens."""
+    group = format.group
+    scale = group and BodySpec(group.axes(batch, heads, tokens, format.channels), format.scale_dtype)
+    sparse = sparse_outliers.specs(batch, tokens, format.slots, format.residual_dtype, format.overflows) if format.slots else None
+    words = word_specs(format.layout, batch, heads, tokens)
     return describe(CodebookArray, words=words, scale=scale, zero=scale, outliers=sparse, format=format)
 
 

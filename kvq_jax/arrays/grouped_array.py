@@ -15,13 +15,14 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt16
 
+from kvq_jax.array_types import Axis
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.pytree import describe, pytree
 
-Axis = Literal["channels", "tokens"]
+GroupedAxis = Literal["channels", "tokens"]
 Scheme = Literal["asym", "sym", "hybrid"]
 
 
@@ -36,7 +37,7 @@ class GroupFormat:
 
     bits: int
     scheme: Scheme
-    axis: Axis
+    axis: GroupedAxis
     group_size: int
     channels: int
     block: int
@@ -80,14 +81,15 @@ class GroupedArray:
     format: GroupFormat = dataclasses.field(metadata={"static": True})
 
 
-def leaves(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedArray:
-    """The `GroupedArray` tree of `Leaf` descriptions for a body of `tokens` tokens."""
-    layout = format.layout
-    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
+def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedArray:
+    """Describe the arrays of a body of `tokens` tokens."""
     if format.axis == "channels":
-        scale = Leaf(format.channel_group.shape(batch, heads, tokens, format.channels), format.scale_dtype, 3)
+        axes = format.channel_group.axes(batch, heads, tokens, format.channels)
     else:
-        scale = Leaf((batch, heads, tokens // format.group_size, format.channels), format.scale_dtype, 2)
+        groups = Axis("tokens", tokens, per=format.group_size)
+        axes = Axis("batch", batch), Axis("kv_heads", heads), groups, Axis("channels", format.channels)
+    scale = BodySpec(axes, format.scale_dtype)
+    words = word_specs(format.layout, batch, heads, tokens)
     return describe(GroupedArray, words=words, scale=scale, zero=scale if format.stores_zero else None, format=format)
 
 

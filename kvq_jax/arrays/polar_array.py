@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt16
 
+from kvq_jax.array_types import Axis
 from kvq_jax.arrays.codebooks import look_up
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.pytree import describe, pytree
 
@@ -69,12 +70,11 @@ class PolarArray:
     format: PolarFormat = dataclasses.field(metadata={"static": True})
 
 
-def leaves(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArray:
-    """The `PolarArray` tree of `Leaf` descriptions for a body of `tokens` tokens."""
-    layout = format.layout
-    words = tuple(Leaf((batch, heads, tokens // layout.slots, layout.words(b)), "int16", 2) for b in layout.sets)
-    of_groups = Leaf((batch, heads, tokens // format.group_size, format.half), format.scale_dtype, 2)
-    names = ("radius_scale", "radius_zero", "angle_scale", "angle_zero")
+def specs(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArray:
+    """Describe the arrays of a body of `tokens` tokens."""
+    groups = Axis("tokens", tokens, per=format.group_size)
+    of_groups = BodySpec((Axis("batch", batch), Axis("kv_heads", heads), groups, Axis("pairs", format.half)), format.scale_dtype)
+    words, names = word_specs(format.layout, batch, heads, tokens), ("radius_scale", "radius_zero", "angle_scale", "angle_zero")
     return describe(PolarArray, words=words, **dict.fromkeys(names, of_groups if format.grid == "grouped" else None), format=format)
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt8, UInt16
 
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.array_types import Axis
+from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.pytree import describe, pytree
 
 UNUSED = 65535
@@ -25,8 +26,8 @@ UNUSED = 65535
 @pytree
 @dataclasses.dataclass(frozen=True)
 class SparseOutliers:
-    """index [B, E, S] uint16; residual [B, E, S]; dropped [B, S]: how many outliers of a token found no slot (255: that many or more), None
-    where none can be."""
+    """index [B, E, S] uint16; residual [B, E, S]; dropped [B, S] uint8: how many outliers of a token found no slot (255: that many or
+    more), None where none can be."""
 
     index: UInt16[Array, "B E S"]
     residual: Float[Array, "B E S"]
@@ -51,10 +52,11 @@ def slots_per_side(fraction: float, width: int) -> int:
     return 1 + math.floor((width - 1) * fraction / 2)
 
 
-def leaves(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> SparseOutliers:
-    """The `SparseOutliers` tree of `Leaf` descriptions."""
-    index, residual = (Leaf((batch, slots, tokens), kind, 2) for kind in ("uint16", dtype))
-    dropped = Leaf((batch, tokens), "uint8", 1) if overflows else None
+def specs(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> SparseOutliers:
+    """Describe the arrays of a body of `tokens` tokens with `slots` exact entries each."""
+    rows, along = Axis("batch", batch), Axis("tokens", tokens)
+    index, residual = (BodySpec((rows, Axis("none", slots), along), kind) for kind in ("uint16", dtype))
+    dropped = BodySpec((rows, along), "uint8") if overflows else None
     return describe(SparseOutliers, index=index, residual=residual, dropped=dropped)
 
 

@@ -47,10 +47,11 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
         side = codec.kernel_side()
         if isinstance(side, str):
             return f"{name}: {side}"
-        leaves = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.body_capacity))
-        shared = next((leaf.shape[1] for leaf in leaves if len(leaf.shape) == 4 and leaf.shape[1] not in (1, plan.heads)), None)
+        specs = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.body_capacity))
+        together = (axis.per for spec in specs for axis in spec.axes if axis.name == "kv_heads")
+        shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
-            return f"{name}: groups of {plan.heads // shared} heads; kernels serve groups of one head or of all"
+            return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
     if plan.regions.body_capacity < SPAN:
         return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {SPAN}"
     return None

@@ -167,8 +167,8 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
         held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
 
         def read(home: int, at: Array) -> Tree:
-            leaves = plan.readable_leaves(home, 1, 1, regions.block)
-            return load_chunk(leaves, view.body[home], at // regions.block, chunk // regions.block)
+            specs = plan.readable_specs(home, 1, 1, regions.block)
+            return load_chunk(specs, view.body[home], at // regions.block, chunk // regions.block)
 
         def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
             then = at if plan.joint else _after(weights, at)  # joint rows are decoded once, for keys and values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from kvq_jax.layer.plan import LayerPlan, LayerState
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree: a cache, a layer, or a layout of either. Exact."""
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes of all arrays of a tree: a cache, a layer, or the structs or descriptions of either. Exact."""
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> int:
@@ -43,13 +44,9 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
     for plan in cache.plans:
         tokens = plan.regions.block * 32
         for codec in plan.codecs:
-            bits += 8 * sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(codec.body(1, plan.heads, tokens)))
+            bits += 8 * nbytes(codec.body(1, plan.heads, tokens))
         elements += 2 * plan.heads * tokens * plan.head_dim
     return bits / elements
-
-
-def _leaf_bytes(leaf: Any) -> int:
-    return nbytes(leaf.struct)
 
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:

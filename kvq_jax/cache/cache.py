@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvq_jax.array_types import LengthsB, ModelDims
+from kvq_jax.array_types import ArraySpec, Axis, LengthsB, ModelDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
@@ -54,6 +54,11 @@ class Cache:
     def plans(self) -> tuple[LayerPlan, ...]:
         return plans(self.spec, self.dims, self.capacity, self.dtype)
 
+    @property
+    def axes(self) -> Cache:
+        """The same tree with an `ArraySpec` for each array."""
+        return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype)
+
 
 @functools.cache
 def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str) -> tuple[LayerPlan, ...]:
@@ -76,12 +81,20 @@ def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: i
     return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, name)
 
 
+def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
+    """Describe every array of `init_cache(...)`: the same tree, with an `ArraySpec` of named axes (array_types.py) for each array.
+
+    axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
+    """
+    spec, dims, name = _checked(spec, config, batch, capacity, dtype)
+    layers = tuple(plan.axes(batch, name) for plan in plans(spec, dims, capacity, name))
+    lengths = ArraySpec((Axis("batch", batch),), "int32")
+    return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name)
+
+
 def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
     """The ShapeDtypeStructs of `init_cache(...)`: allocates nothing."""
-    spec, dims, name = _checked(spec, config, batch, capacity, dtype)
-    layers = tuple(plan.layout(batch, name) for plan in plans(spec, dims, capacity, name))
-    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name)
+    return jax.tree.map(lambda described: described.struct, axes(spec, config, batch, capacity, dtype))
 
 
 def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike) -> tuple[CacheSpec, CacheDims, str]:

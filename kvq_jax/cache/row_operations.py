@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from kvq_jax.array_types import Integers, LengthsB, Tree
+from kvq_jax.array_types import ArraySpec, Integers, LengthsB, Tree
 from kvq_jax.arrays.stored import load_row_blocks
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.update import take_tokens
@@ -56,7 +56,7 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
         outside = [i for i in np.asarray(index).tolist() if not 0 <= i < cache.batch]
         if outside:
             raise ValueError(f"index names row {outside[0]}, but the cache has rows 0 to {cache.batch - 1}")
-    return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), cache)
+    return jax.tree.map(lambda spec, array: jnp.take(array, index, axis=spec.axis("batch"), mode="clip"), cache.axes, cache)
 
 
 def repeat_rows(cache: Cache, repeats: int) -> Cache:
@@ -78,7 +78,7 @@ def merge_rows(first: Cache, second: Cache) -> Cache:
         one, other = getattr(first, field), getattr(second, field)
         if one != other:
             raise ValueError(f"caches of different {field} cannot be merged: {one} and {other}")
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+    return jax.tree.map(lambda spec, *rows: jnp.concatenate(rows, axis=spec.axis("batch")), first.axes, first, second)
 
 
 def _trim_layer(
@@ -88,11 +88,12 @@ def _trim_layer(
     regions = plan.regions
     emptied = (new == 0) & (old > 0)
 
-    def reset(stat: Array, initial: Array) -> Array:
-        return jnp.where(emptied.reshape(-1, *[1] * (stat.ndim - 1)), initial, stat)
+    def reset(spec: ArraySpec, stat: Array, initial: Array) -> Array:
+        return jnp.where(spec.along("batch", emptied), initial, stat)
 
+    specs = tuple(codec.statistics_spec(old.shape[0], plan.heads) for codec in plan.codecs)
     initial = tuple(codec.initial_statistics(old.shape[0], plan.heads) for codec in plan.codecs)
-    stats = jax.tree.map(reset, state.stats, initial)
+    stats = jax.tree.map(reset, specs, state.stats, initial)
     # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens touches.
     blocks = min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block)
     if not blocks:

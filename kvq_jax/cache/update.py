@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, Tree
-from kvq_jax.arrays.stored import Leaf, store_blocks
+from kvq_jax.array_types import ArraySpec, LayerInputs, LengthsB, QueryBNTH, Tree
+from kvq_jax.arrays.stored import BodySpec, store_blocks
 from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.codecs.base import Codec
@@ -85,11 +85,12 @@ def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
 def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs) -> LayerState:
     fresh = (inputs.positions[:, 0] == 0) & inputs.valid[:, 0]
 
-    def select(new: Array, old: Array) -> Array:
-        return jnp.where(fresh.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    def select(spec: ArraySpec, new: Array, old: Array) -> Array:
+        return jnp.where(spec.along("batch", fresh), new, old)
 
+    specs = tuple(codec.statistics_spec(1, plan.heads) for codec in plan.codecs)
     found = tuple(codec.prompt_statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
-    return dataclasses.replace(state, stats=jax.tree.map(select, found, state.stats))
+    return dataclasses.replace(state, stats=jax.tree.map(select, specs, found, state.stats))
 
 
 def _refresh(
@@ -122,11 +123,11 @@ def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: 
 
     coded = lax.map(one, jnp.arange(chunks))
 
-    def joined(leaf: Leaf, found: Array) -> Array:
-        axis = leaf.token_axis
+    def joined(spec: BodySpec, found: Array) -> Array:
+        axis = spec.axis("tokens")
         whole = jnp.moveaxis(found, 0, axis)
         whole = whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
-        return lax.slice_in_dim(whole, 0, blocks * leaf.entries, axis=axis)
+        return lax.slice_in_dim(whole, 0, blocks * spec["tokens"].size, axis=axis)
 
     return jax.tree.map(joined, block, coded)
 

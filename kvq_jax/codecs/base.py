@@ -12,15 +12,17 @@ look-up shared by query heads.
 from __future__ import annotations
 
 import abc
+import math
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.rope import Rope, rotate
 
@@ -47,20 +49,25 @@ class Codec(abc.ABC):
       to fp32 rounding.
 
     takes_weights: some of its parameters come from the layer's weights (`from_weights`). rebuilds: its rows are no keys or values, which
-    are made from them and the weights.
+    are made from them and the weights. unprompted: the value of every prompt statistic of a row that never had a prompt.
     """
 
     takes_weights: ClassVar[bool] = False
     rebuilds: ClassVar[bool] = False
+    unprompted: ClassVar[float] = 1.0
 
     @property
     def joint(self) -> bool:
         """Whether both sides share one body and its windows, which the key side's codec quantizes, and one tree of parameters."""
         return False
 
-    def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
-        """(heads, channels) of the cached rows in a layer with K KV heads of H channels."""
-        return heads, head_dim
+    def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
+        """The axes of a token's cached rows, heads and channels, in a layer with K KV heads of H channels."""
+        return Axis("kv_heads", heads), Axis("channels", head_dim)
+
+    def row_width(self, heads: int, head_dim: int) -> int:
+        """Channels of a token's cached rows, its heads together."""
+        return math.prod(axis.size for axis in self.row_axes(heads, head_dim))
 
     @abc.abstractmethod
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
@@ -68,7 +75,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        """The body's arrays for `tokens` tokens, as a tree of `Leaf`."""
+        """The body's arrays for `tokens` tokens, as a tree of `stored.BodySpec`."""
 
     @abc.abstractmethod
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
@@ -78,8 +85,8 @@ class Codec(abc.ABC):
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         """The rows that a body stands for, fp32 unless stored exactly."""
 
-    def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what `params` must hold for K KV heads, by name; empty for codecs that need nothing."""
+    def parameters(self, heads: int) -> dict[str, ArraySpec]:
+        """Describe what a calibration must put into `params` for K KV heads, by name; empty for codecs that need nothing."""
         return {}
 
     def calibrate(
@@ -91,7 +98,8 @@ class Codec(abc.ABC):
 
     def from_weights(self, weights: LayerWeights) -> Tree:
         """The parameters that follow from the layer's weights alone, made once when a model is loaded. Where the weights are
-        ShapeDtypeStructs, so are the results. Weights that are used as they are come back as the same arrays."""
+        ShapeDtypeStructs or `ArraySpec` descriptions, so are the results. Weights that are used as they are come back as the same
+        objects."""
         return ()
 
     def calibration_key(self) -> str:
@@ -104,12 +112,17 @@ class Codec(abc.ABC):
         return ""
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first. Leaves have a leading batch axis."""
+        """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first: arrays of `statistics_spec`."""
+        return ()
+
+    def statistics_spec(self, batch: int, heads: int) -> Tree:
+        """The arrays of the prompt statistics, as a tree of `ArraySpec`; `()` for codecs without any."""
         return ()
 
     def initial_statistics(self, batch: int, heads: int) -> Tree:
-        """The statistics of a row that never had a prompt."""
-        return ()
+        """The statistics of rows that never had a prompt."""
+        specs = self.statistics_spec(batch, heads)
+        return jax.tree.map(lambda spec: jnp.full(spec.shape, self.unprompted, spec.dtype), specs)
 
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         """Keys after RoPE, or values, from cached rows at these positions."""
@@ -164,8 +177,8 @@ class CrossLayerCodec(Codec):
         """True in the base layer: no accumulator comes in, one goes out."""
 
     @abc.abstractmethod
-    def accumulator(self, batch: int, tokens: int) -> Leaf:
-        """The accumulator of `tokens` body tokens; its token axis is 1."""
+    def accumulator(self, batch: int, tokens: int) -> BodySpec:
+        """The accumulator [B, S, D] of `tokens` body tokens."""
 
     @abc.abstractmethod
     def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:

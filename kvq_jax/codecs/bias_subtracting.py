@@ -15,13 +15,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.rope import Rope, cosines_and_sines, rotate
@@ -44,8 +43,8 @@ class BiasSubtracting(Codec):
 
     takes_weights: ClassVar[bool] = True
 
-    def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
-        return self.inner.row_shape(heads, head_dim)
+    def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
+        return self.inner.row_axes(heads, head_dim)
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return self.inner.rows(_own(params), _without(params, inputs))
@@ -59,7 +58,7 @@ class BiasSubtracting(Codec):
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.inner.dequantize(_own(params), stats, body)
 
-    def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def parameters(self, heads: int) -> dict[str, ArraySpec]:
         return self.inner.parameters(heads)
 
     def calibrate(
@@ -79,6 +78,9 @@ class BiasSubtracting(Codec):
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         return self.inner.prompt_statistics(_own(params), _without(params, inputs), first)
+
+    def statistics_spec(self, batch: int, heads: int) -> Tree:
+        return self.inner.statistics_spec(batch, heads)
 
     def initial_statistics(self, batch: int, heads: int) -> Tree:
         return self.inner.initial_statistics(batch, heads)

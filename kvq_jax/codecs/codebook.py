@@ -33,7 +33,7 @@ class CodebookCodec(Codec):
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
-        return codebook_array.leaves(self.format, batch, heads, tokens)
+        return codebook_array.specs(self.format, batch, heads, tokens)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype

@@ -37,7 +37,7 @@ class GroupedCodec(Codec):
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> GroupedArray:
-        return grouped_array.leaves(self.format, batch, heads, tokens)
+        return grouped_array.specs(self.format, batch, heads, tokens)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         return grouped_array.quantize(rows, self.format)

@@ -27,22 +27,23 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
     if codec is None:
         return carry
     size, batch = plan.regions.body_capacity, live.shape[0]
-    leaf = codec.accumulator(batch, size)
-    stored = jnp.zeros(leaf.shape, leaf.struct.dtype) if codec.starts else incoming(plan, carry)
+    spec = codec.accumulator(batch, size)
+    tokens, wide = spec.axis("tokens"), spec["model"].size
+    stored = jnp.zeros(spec.shape, spec.struct.dtype) if codec.starts else incoming(plan, carry)
     if not size:
         return stored
     block = plan.regions.block
-    chunk = min(max(CHUNK_ELEMENTS // (batch * leaf.shape[2] * block), 1) * block, size)
+    chunk = min(max(CHUNK_ELEMENTS // (batch * wide * block), 1) * block, size)
     own, stats = by_side(params)[0], state.stats[0]
 
     def step(i: Array, stored: Array) -> Array:
         at = jnp.minimum(i * chunk, size - chunk)
         fresh = at + jnp.arange(chunk) >= i * chunk  # the last chunk starts early, and adds nothing twice
-        old = lax.dynamic_slice_in_dim(stored, at, chunk, 1)
+        old = lax.dynamic_slice_in_dim(stored, at, chunk, tokens)
         body = load_chunk(codec.body(1, 1, block), state.body[0], at // block, chunk // block)
-        new = after(codec, own, codec.dequantize(own, stats, body), leaf.load(old)[:, None])
-        kept = jnp.where(fresh[None, :, None], leaf.store(new[:, 0]), old)
-        return lax.dynamic_update_slice_in_dim(stored, kept, at, 1)
+        new = after(codec, own, codec.dequantize(own, stats, body), spec.load(old)[:, None])
+        kept = jnp.where(spec.along("tokens", fresh), spec.store(new[:, 0]), old)
+        return lax.dynamic_update_slice_in_dim(stored, kept, at, tokens)
 
     return lax.fori_loop(0, -(-jnp.max(live) // chunk), step, stored)
 
@@ -59,8 +60,9 @@ def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[A
     codec = plan.cross_layer
     if codec is None or codec.starts:
         return None
-    found = jnp.take_along_axis(incoming(plan, carry), index[..., None], axis=1, mode="clip")
-    return codec.accumulator(1, 1).load(found)[:, None]
+    spec = codec.accumulator(1, 1)
+    found = jnp.take_along_axis(incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip")
+    return spec.load(found)[:, None]
 
 
 def coded(codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:

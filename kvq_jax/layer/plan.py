@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvq_jax.array_types import LayerWeights, Tree
+from kvq_jax.array_types import ArraySpec, Axis, LayerWeights, Tree
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.layer.regions import Regions
 from kvq_jax.pytree import pytree
@@ -65,7 +64,7 @@ class LayerPlan:
     @property
     def row_width(self) -> int:
         """Channels of a token's widest cached row, its heads together."""
-        return max(math.prod(codec.row_shape(self.heads, self.head_dim)) for codec in self.codecs)
+        return max(codec.row_width(self.heads, self.head_dim) for codec in self.codecs)
 
     @property
     def cross_layer(self) -> CrossLayerCodec | None:
@@ -80,24 +79,26 @@ class LayerPlan:
         """What attention reads: the bodies, or the accumulator."""
         return (carry,) if self.cross_layer else bodies
 
-    def readable_leaves(self, side: int, batch: int, heads: int, tokens: int) -> Tree:
+    def readable_specs(self, side: int, batch: int, heads: int, tokens: int) -> Tree:
         if self.cross_layer:
             return self.cross_layer.accumulator(batch, tokens)
         return self.codecs[side].body(batch, heads, tokens)
 
-    def layout(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """The ShapeDtypeStructs of this layer: what allocation, byte counts and tests derive from."""
+    def axes(self, batch: int, dtype: DTypeLike) -> LayerState:
+        """Describe every array of this layer: the tree of `ArraySpec` that allocation, byte counts and shardings derive from."""
 
         def window(slots: int) -> Sides:
-            shapes = (codec.row_shape(self.heads, self.head_dim) for codec in self.codecs)
-            return tuple(jax.ShapeDtypeStruct((batch, heads, slots, width), jnp.dtype(dtype)) for heads, width in shapes)
+            rows = (codec.row_axes(self.heads, self.head_dim) for codec in self.codecs)
+            held = (Axis("batch", batch), Axis("tokens", slots))
+            return tuple(ArraySpec((held[0], heads, held[1], channels), jnp.dtype(dtype).name) for heads, channels in rows)
 
-        def body(codec: Codec) -> Tree:
-            return jax.tree.map(lambda leaf: leaf.struct, codec.body(batch, self.heads, self.regions.body_capacity))
-
-        stats = jax.eval_shape(lambda: tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))
-        bodies = tuple(map(body, self.codecs))
+        bodies = tuple(codec.body(batch, self.heads, self.regions.body_capacity) for codec in self.codecs)
+        stats = tuple(codec.statistics_spec(batch, self.heads) for codec in self.codecs)
         return LayerState(window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats)
+
+    def layout(self, batch: int, dtype: DTypeLike) -> LayerState:
+        """The ShapeDtypeStructs of `axes`."""
+        return jax.tree.map(lambda spec: spec.struct, self.axes(batch, dtype))
 
     def init(self, batch: int, dtype: DTypeLike) -> LayerState:
         """An empty layer."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
-
-import jax
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
@@ -89,17 +86,17 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     """
     tokens = BLOCKS * plan.regions.block
     bodies = [codec.body(1, plan.heads, tokens) for codec in plan.codecs]
-    read = sum(kvq.nbytes(leaf.struct) for leaf in jax.tree.leaves(bodies)) / tokens
+    read = kvq.nbytes(bodies) / tokens
     heads, kv_width = config.num_attention_heads, plan.heads * plan.head_dim
     cross = plan.cross_layer
     if cross is None:
-        k, v = (math.prod(codec.row_shape(plan.heads, plan.head_dim)) if codec.rebuilds else 0 for codec in (plan.k, plan.v))
+        k, v = (codec.row_width(plan.heads, plan.head_dim) if codec.rebuilds else 0 for codec in (plan.k, plan.v))
         return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
     assert isinstance(cross, XCrossLayerCodec), "the only codec that builds on layers below"
     flops = roofline.flops_of_keys(cross.width, cross.width, kv_width, heads)
     if not cross.starts:
         flops += 2 * cross.channels * cross.width if cross.latent else cross.width
-    held = kvq.nbytes(cross.accumulator(1, 1).struct)
+    held = kvq.nbytes(cross.accumulator(1, 1))
     return LayerCost(flops, read + (2 if cross.starts else 3) * held, weight_bytes)
 
 

@@ -227,11 +227,10 @@ def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, n
         in_sink = np.arange(regions.sink_slots)[None] < lengths[:, None]
         found[f"ring.{name}"] = np.where(in_ring[:, None, :, None], np.asarray(state.ring[side]), 0)
         found[f"sink.{name}"] = np.where(in_sink[:, None, :, None], np.asarray(state.sink[side]), 0)
-        leaves = jax.tree_util.tree_leaves_with_path(codec.body(1, 1, regions.block))
-        for (path, leaf), array in zip(leaves, jax.tree.leaves(state.body[side]), strict=True):
-            entries = aged // regions.block * leaf.shape[leaf.token_axis]
-            shape = [-1 if axis == leaf.token_axis else 1 for axis in range(array.ndim)]
-            inside = np.arange(array.shape[leaf.token_axis]).reshape(shape) < entries.reshape(-1, *[1] * (array.ndim - 1))
+        specs = jax.tree_util.tree_leaves_with_path(codec.body(1, 1, regions.block))
+        for (path, spec), array in zip(specs, jax.tree.leaves(state.body[side]), strict=True):
+            entries = aged // regions.block * spec["tokens"].size
+            inside = spec.along("tokens", np.arange(array.shape[spec.axis("tokens")])) < spec.along("batch", entries)
             found[f"body.{name}{jax.tree_util.keystr(path)}"] = np.where(inside, np.asarray(array), 0)
         for i, stat in enumerate(jax.tree.leaves(state.stats[side])):
             found[f"stats.{name}.{i}"] = np.asarray(stat)

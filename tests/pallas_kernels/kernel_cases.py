@@ -93,7 +93,7 @@ def stored_structs(format: GroupFormat | None, batch: int, heads: int, tokens: i
     """The arrays of a side as a cache stores them."""
     if format is None:
         return [jax.ShapeDtypeStruct((batch, heads, tokens, head_dim), jnp.uint16)]
-    return [leaf.struct for leaf in jax.tree.leaves(grouped_array.leaves(format, batch, heads, tokens))]
+    return [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(format, batch, heads, tokens))]
 
 
 def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.Array], np.ndarray]:
@@ -102,7 +102,7 @@ def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.
         half = jnp.asarray(rows, jnp.bfloat16)
         return [jax.lax.bitcast_convert_type(half, jnp.uint16)], np.asarray(half, np.float32)
     body = grouped_array.quantize(jnp.asarray(rows, jnp.float32), format)
-    leaves = grouped_array.leaves(format, 1, 1, format.block)
+    leaves = grouped_array.specs(format, 1, 1, format.block)
     arrays = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body)
     return jax.tree.leaves(arrays), np.asarray(grouped_array.dequantize(body))
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
-from kvq_jax.array_types import CachedRows, LayerInputs, ModelDims, Tree
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.array_types import Axis, CachedRows, LayerInputs, ModelDims, Tree
+from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.methods.base import Method, Windows
 
@@ -27,8 +27,9 @@ class DenseCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side)
 
-    def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        return Leaf((batch, heads, tokens, self.channels), self.dtype, 2)
+    def body(self, batch: int, heads: int, tokens: int) -> BodySpec:
+        axes = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("channels", self.channels)
+        return BodySpec(axes, self.dtype)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import CachedRows, LayerInputs, ModelDims, Tree
+from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme, resolve_group
 from kvq_jax.codecs.base import Codec, KernelJob, Side
@@ -42,8 +42,11 @@ class InnerQCodec(GroupedCodec):
         norm = jnp.maximum(jnp.sqrt(largest), NORM_FLOOR)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), norm, 1.0)
 
-    def initial_statistics(self, batch: int, heads: int) -> Tree:
-        return jnp.ones((batch, heads, 1, self.format.channels), jnp.float32) if self.normalize else ()
+    def statistics_spec(self, batch: int, heads: int) -> Tree:
+        if not self.normalize:
+            return ()
+        norm = Axis("none", 1), Axis("channels", self.format.channels)
+        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *norm), "float32")
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         scaled = rows.astype(jnp.float32) / stats if self.normalize else rows

@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
+from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
@@ -55,15 +54,15 @@ class KVQuantCodec(Codec):
     def per_channel(self) -> bool:
         return self.format.group is None
 
-    def parameters(self, heads: int) -> dict[str, jax.ShapeDtypeStruct]:
-        shapes: dict[str, tuple[int, ...]] = {}
+    def parameters(self, heads: int) -> dict[str, ArraySpec]:
+        axes: dict[str, tuple[Axis, ...]] = {}
         if self.datatype == "nuq":
-            shapes |= {"levels": (2**self.format.bits,), "qnorm": (2,)}
+            axes |= {"levels": (Axis("none", 2**self.format.bits),), "qnorm": (Axis("none", 2),)}
         if self.per_channel:
-            shapes |= dict.fromkeys(("scale", "zero", "lower", "upper"), (heads, self.format.channels))
+            axes |= dict.fromkeys(("scale", "zero", "lower", "upper"), (Axis("kv_heads", heads), Axis("channels", self.format.channels)))
         elif self.per_matrix and self.format.slots:
-            shapes |= {"lower": (), "upper": ()}
-        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+            axes |= {"lower": (), "upper": ()}
+        return {name: ArraySpec(own, "float32") for name, own in axes.items()}
 
     def calibration_key(self) -> str:
         ranges = "channel" if self.per_channel else "token"
@@ -91,7 +90,7 @@ class KVQuantCodec(Codec):
         return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
-        return codebook_array.leaves(self.format, batch, heads, tokens)
+        return codebook_array.specs(self.format, batch, heads, tokens)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         rows = rows.astype(jnp.float32)

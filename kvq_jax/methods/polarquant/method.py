@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import CachedRows, LayerInputs, ModelDims, Tree
+from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat
@@ -37,7 +37,7 @@ class PolarCodec(Codec):
         return side_rows(inputs, "k")
 
     def body(self, batch: int, heads: int, tokens: int) -> PolarArray:
-        return polar_array.leaves(self.format, batch, heads, tokens)
+        return polar_array.specs(self.format, batch, heads, tokens)
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """step_i = max_t r_ti / (2^radius_bits - 1) over the prompt's valid, finite pairs from position `first` on, 1 where there are none.
@@ -49,8 +49,11 @@ class PolarCodec(Codec):
         largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
 
-    def initial_statistics(self, batch: int, heads: int) -> Tree:
-        return jnp.ones((batch, heads, 1, self.format.half), jnp.float32) if self.format.grid == "global" else ()
+    def statistics_spec(self, batch: int, heads: int) -> Tree:
+        if self.format.grid == "grouped":
+            return ()
+        step = Axis("none", 1), Axis("pairs", self.format.half)
+        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *step), "float32")
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> PolarArray:
         return polar_array.quantize(rows, self.format, stats if self.format.grid == "global" else None)

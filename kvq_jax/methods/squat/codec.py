@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvq_jax.array_types import CachedRows, LayerInputs, Tree
+from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
@@ -27,6 +28,8 @@ class SquatCodec(GroupedCodec):
     positions after the prompt. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch take the matrices of the first
     that has a prompt.
     """
+
+    unprompted: ClassVar[float] = 0.0
 
     rank: int = 5
     lam: float = 1e-3
@@ -55,10 +58,11 @@ class SquatCodec(GroupedCodec):
         found = subspace.corrections(matrix, self.rank, self.solver, self.lam, self.block_channels)
         return jnp.broadcast_to(found, (inputs.valid.shape[0], *found.shape[1:]))
 
-    def initial_statistics(self, batch: int, heads: int) -> Float[Array, "B K _ _"]:
+    def statistics_spec(self, batch: int, heads: int) -> ArraySpec:
         channels, block = self.format.channels, self.block_channels
         blocks = -(-channels // block)
-        return jnp.zeros((batch, heads, channels - block, (blocks - 1) * block), jnp.float32)
+        matrix = Axis("none", channels - block), Axis("none", (blocks - 1) * block)
+        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *matrix), "float32")
 
     def quantize(self, params: Tree, stats: Array, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         """Each block's ranges are taken after the corrections of the blocks before it. An entry that is not finite corrects nothing."""

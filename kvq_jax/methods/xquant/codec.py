@@ -13,11 +13,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
-from kvq_jax.arrays.stored import Leaf
+from kvq_jax.array_types import Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.base import Codec, CrossLayerCodec, Side
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.methods.xquant.projections import (
@@ -49,7 +50,8 @@ class OutlierChannel(Codec):
         return self.coded.rows(params, inputs)
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        return self.coded.body(batch, heads, tokens), Leaf((batch, heads, tokens, 1), self.dtype, 2)
+        exact = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("none", 1)
+        return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         rest = rows.at[..., 0].set(0)
@@ -74,8 +76,8 @@ class _XRows(Codec):
     takes_weights: ClassVar[bool] = True
     rebuilds: ClassVar[bool] = True
 
-    def row_shape(self, heads: int, head_dim: int) -> tuple[int, int]:
-        return 1, self.channels
+    def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
+        return Axis("none", 1), Axis("channels", self.channels)
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         x = self.input_of(inputs)
@@ -85,7 +87,7 @@ class _XRows(Codec):
         return _given(inputs.x, "x")
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        return self.stored.body(batch, 1, tokens)
+        return jax.tree.map(lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens))
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.stored.quantize((), (), rows, prefill=prefill)
@@ -154,8 +156,8 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
     def starts(self) -> bool:
         return self.base
 
-    def accumulator(self, batch: int, tokens: int) -> Leaf:
-        return Leaf((batch, tokens, self.width), self.accumulator_dtype, 1)
+    def accumulator(self, batch: int, tokens: int) -> BodySpec:
+        return BodySpec((Axis("batch", batch), Axis("tokens", tokens), Axis("model", self.width)), self.accumulator_dtype)
 
     def weights_key(self) -> str:
         return f"latent={str(self.latent).lower()},reading={self.reading}"

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.arrays.grouped_array import Axis, GroupFormat, resolve_group
+from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, resolve_group
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
@@ -43,7 +43,9 @@ class _InputCache(Method):
             return self.latent == "true"
         return dims.hidden_size >= 2 * dims.num_key_value_heads * dims.head_dim
 
-    def stored(self, bits: int, channels: int, block: int, dtype: str, axis: Axis = "channels", outlier_channel: bool = False) -> Codec:
+    def stored(
+        self, bits: int, channels: int, block: int, dtype: str, axis: GroupedAxis = "channels", outlier_channel: bool = False
+    ) -> Codec:
         """How rows of `channels` channels are kept."""
         if bits == EXACT:
             return DenseCodec("k", channels, dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import ArrayOrStruct, LayerWeights, RowsBKTH, Tree
+from kvq_jax.array_types import ArrayOrSpec, ArraySpec, Axis, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codecs.base import Side
 from kvq_jax.rope import Rope, rotate
 
@@ -30,7 +30,7 @@ def own_parameters(params: Tree) -> dict[str, Tree]:
     return params
 
 
-def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrStruct]:
+def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
     """What makes one side of the layer's input: kernel [D, K * H]; bias [K * H] where there is one; for keys with QK-norm k_norm [H] and
     norm_eps []. The model's own arrays, or their descriptions."""
     kernel, bias = (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
@@ -43,21 +43,20 @@ def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrStruct]:
 
 
 def factored(
-    *kernels: Float[ArrayOrStruct, "D _"], gains: Float[ArrayOrStruct, " D"] | None = None
-) -> tuple[ArrayOrStruct, tuple[ArrayOrStruct, ...]]:
+    *kernels: Float[ArrayOrSpec, "D _"], gains: Float[ArrayOrSpec, " D"] | None = None
+) -> tuple[ArrayOrSpec, tuple[ArrayOrSpec, ...]]:
     """(U, parts of S B^T) of the thin SVD of projections side by side, [W_1 | W_2 | ...] = U S B^T, computed in fp32; of diag(gains) W
     where there are gains.
 
     U [D, R] with R = min(D, sum of widths), a part [R, E] for each kernel, in the kernels' dtype. A column of U has its sign chosen so
-    that its largest entry is positive: the same weights give the same factors.
+    that its largest entry is positive: the same weights give the same factors. Of structs and of descriptions, the factors are too.
     """
     dtype, widths = kernels[0].dtype, [kernel.shape[1] for kernel in kernels]
+    if isinstance(kernels[0], ArraySpec):
+        return _factor_specs(*(kernel for kernel in kernels if isinstance(kernel, ArraySpec)))
     if isinstance(kernels[0], jax.ShapeDtypeStruct):
-        depth = kernels[0].shape[0]
-        rank = min(depth, sum(widths))
-        shapes = [(depth, rank), *((rank, width) for width in widths)]
-        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        return structs[0], tuple(structs[1:])
+        specs = (ArraySpec((Axis("none", kernel.shape[0]), Axis("none", kernel.shape[1])), jnp.dtype(dtype).name) for kernel in kernels)
+        return jax.tree.map(lambda spec: spec.struct, _factor_specs(*specs))
     matrix = np.concatenate([np.asarray(kernel, np.float32) for kernel in kernels], axis=1)
     if gains is not None:
         matrix *= np.asarray(gains, np.float32)[:, None]
@@ -65,6 +64,13 @@ def factored(
     signs = np.where(u[np.abs(u).argmax(axis=0), np.arange(u.shape[1])] < 0, -1, 1).astype(np.float32)
     fused = np.split((s * signs)[:, None] * bt, np.cumsum(widths)[:-1], axis=1)
     return jnp.asarray(u * signs, dtype), tuple(jnp.asarray(part, dtype) for part in fused)
+
+
+def _factor_specs(*kernels: ArraySpec) -> tuple[ArraySpec, tuple[ArraySpec, ...]]:
+    """The factors of projections that are only described."""
+    depth, dtype = kernels[0].axes[0], kernels[0].dtype
+    rank = Axis("none", min(depth.size, sum(kernel.axes[1].size for kernel in kernels)))
+    return ArraySpec((depth, rank), dtype), tuple(ArraySpec((rank, kernel.axes[1]), dtype) for kernel in kernels)
 
 
 def normalized(x: Float[Array, "... C"], scale: Float[Array, " C"] | None, eps: Float[Array, ""]) -> Float[Array, "... C"]:

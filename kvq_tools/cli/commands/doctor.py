@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import kvq_jax as kvq
@@ -129,7 +128,7 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
 def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
     """Return the codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
     tokens = 32 * plan.regions.block
-    body = jax.tree.map(lambda leaf: leaf.struct, codec.body(1, plan.heads, tokens))
+    body = codec.body(1, plan.heads, tokens)
     coder = inner_codec(codec)
     described = {
         "codec": type(coder).__name__,

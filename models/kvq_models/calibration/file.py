@@ -135,7 +135,9 @@ def check(
         if calibration.keys[name] != need.options:
             raise ValueError(f"{where} was calibrated for other options: {name} for {calibration.keys[name]!r}, asked for {need.options!r}")
     promised = {
-        f"{name}.{own}": Array(struct.dtype.name, struct.shape) for name, need in needed.items() for own, struct in need.parameters.items()
+        f"{name}.{own}": Array(described.dtype, described.shape)
+        for name, need in needed.items()
+        for own, described in need.parameters.items()
     }
     _compare(where, stored, promised, calibration.keys, needed)
     return sorted(promised)

@@ -112,7 +112,7 @@ def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, 
 
 
 def _agree(parameters: dict[str, np.ndarray], need: Need) -> bool:
-    declared = {name: (struct.shape, struct.dtype) for name, struct in need.parameters.items()}
+    declared = {name: (spec.shape, spec.struct.dtype) for name, spec in need.parameters.items()}
     return {name: (array.shape, array.dtype) for name, array in parameters.items()} == declared
 
 

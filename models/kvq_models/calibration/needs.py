@@ -7,11 +7,10 @@ import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.array_types import ModelDims
+from kvq_jax.array_types import ArraySpec, ModelDims
 from kvq_jax.cache.cache import dims_of, plans
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.base import Codec, Side
@@ -29,7 +28,7 @@ class Need(NamedTuple):
     side: Side
     codec: Codec
     options: str
-    parameters: dict[str, jax.ShapeDtypeStruct]
+    parameters: dict[str, ArraySpec]
 
 
 def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:

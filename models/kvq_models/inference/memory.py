@@ -7,6 +7,7 @@ import jax
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.layer.plan import LayerPlan
+from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import abstract_llama
@@ -16,7 +17,7 @@ CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted, whatever the 
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
     """Return the bytes of each layer's parameters: those made from its weights (not weights used as they are) and those calibrated."""
-    weights = layer_weights(abstract_llama(config, dtype).layers[0])
+    weights = layer_weights(hf_names.describe(abstract_llama(config, dtype)).layers[0])
     given = {id(leaf) for leaf in jax.tree.leaves(weights)}
 
     def of(plan: LayerPlan) -> int:
@@ -29,4 +30,4 @@ def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
 def working_bytes(cache: Cache) -> int:
     """Return the bytes of the accumulator that flows through the layers of a step; there is one, whatever the number of layers."""
     accumulators = [p.cross_layer.accumulator(cache.batch, p.regions.body_capacity) for p in cache.plans if p.cross_layer]
-    return max((kvq.nbytes(leaf.struct) for leaf in accumulators), default=0)
+    return max((kvq.nbytes(spec) for spec in accumulators), default=0)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
+from kvq_jax.array_types import ArraySpec
+from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_models.llama.weight_axes import weight_axes
 
 KEEP, TRANSPOSE = False, True
 
@@ -51,31 +54,39 @@ _BY_PATH = {path: (name, transpose) for name, path, transpose in TABLE}
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight of a model under its Hugging Face name; `leaf` is in this model's orientation."""
+    """One weight of a model under its Hugging Face name; `leaf` and `spec` are in this model's orientation."""
 
     name: str
     transpose: bool
     leaf: Any  # jax.Array, or jax.ShapeDtypeStruct in an abstract model
+    spec: ArraySpec
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        return self.leaf.shape[::-1] if self.transpose else self.leaf.shape
+        """The shape that a checkpoint must store."""
+        return self.spec.shape[::-1] if self.transpose else self.spec.shape
 
 
 def weights(llama: Llama) -> dict[str, Weight]:
     """The weights of a model (or of an abstract one) by path, in the order of its pytree; parameters of cache methods are left out."""
-    return {path: _weight(path, leaf) for path, leaf in _leaves(llama)}
+    return {path: _weight(path, leaf, llama.config) for path, leaf in _leaves(llama)}
 
 
-def replace_weights(llama: Llama, values: dict[str, jax.Array]) -> Llama:
-    """The same tree with the array of each path of `weights(llama)`."""
+def describe(llama: Llama) -> Llama:
+    """The same tree with an `ArraySpec` for each weight."""
+    return replace_weights(llama, {path: weight.spec for path, weight in weights(llama).items()})
+
+
+def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
+    """The same tree with the value of each path of `weights(llama)`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(_path_name(path), leaf), llama)
 
 
-def _weight(path: str, leaf: Any) -> Weight:
+def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
     layer = re.search(r"\d+", path)
     name, transpose = _BY_PATH[re.sub(r"\d+", "#", path)]
-    return Weight(name.replace("#", layer.group()) if layer else name, transpose, leaf)
+    spec = ArraySpec(weight_axes(path, config), leaf.dtype.name)
+    return Weight(name.replace("#", layer.group()) if layer else name, transpose, leaf, spec)
 
 
 def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:

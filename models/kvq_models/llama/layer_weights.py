@@ -14,7 +14,7 @@ from kvq_models.llama.model import Layer, abstract_llama
 
 
 def layer_weights(layer: Layer) -> LayerWeights:
-    """Return the weights of a layer that cache methods may build on: the model's own arrays, or ShapeDtypeStructs of an abstract one."""
+    """Return the weights of a layer that cache methods may build on: the model's own arrays, or what stands for them in an abstract one."""
     k, v, norm = layer.k_proj, layer.v_proj, layer.k_norm
     return LayerWeights(
         k_kernel=k.kernel.get_value(),

@@ -57,7 +57,7 @@ def shifted(plan: LayerPlan, state: LayerState, side: int) -> LayerState:
 
     def roll(leaf, array):
         moves = jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) or not any(floats)
-        return jnp.roll(array, 1, leaf.token_axis) if moves else array
+        return jnp.roll(array, 1, leaf.axis("tokens")) if moves else array
 
     body = list(state.body)
     body[side] = jax.tree.map(roll, leaves, body[side])

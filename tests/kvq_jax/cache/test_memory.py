@@ -40,7 +40,10 @@ def temporary_bytes(layer_function, spec: str, tokens: int, capacity: int = CAPA
     """(temporary bytes of one compiled call with a donated state, bytes of the layer's cache)."""
     cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")
     bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
-    params = tuple(codec.parameters(DIMS.num_key_value_heads) | (bias if codec.takes_weights else {}) for codec in cache.plans[0].codecs)
+    calibrated = (
+        {name: spec.struct for name, spec in codec.parameters(DIMS.num_key_value_heads).items()} for codec in cache.plans[0].codecs
+    )
+    params = tuple(own | (bias if codec.takes_weights else {}) for own, codec in zip(calibrated, cache.plans[0].codecs, strict=True))
     compiled = jax.jit(lambda s, p, i: layer_function(cache.plans[0], p, s, i, ())[:2], donate_argnums=0)
     memory = compiled.lower(cache.layers[0], params, structs(tokens, "bfloat16")).compile(USUAL_COMPILE).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache.layers), "the donated state is not updated in place"

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvq_models.llama import hf_names
+import kvq_jax as kvq
+from kvq_models.llama import hf_names, weight_axes
 from kvq_models.llama.checkpoint import CheckpointError, load_llama, read_config, save_llama
-from kvq_models.llama.model import Llama
+from kvq_models.llama.model import Llama, abstract_llama
 from tests.kvq_models.checkpoints import STORIES, random_llama, tiny_config
 
 CONFIGS = {
@@ -83,6 +84,36 @@ def test_every_weight_has_one_name_and_every_name_one_weight():
         path.replace(".0.", ".#.") for config in CONFIGS.values() for path in hf_names.weights(random_llama(config)) if ".1." not in path
     }
     assert used == set(paths), "the table and the modules differ"
+
+
+def test_every_weight_has_axes_of_its_shape():
+    assert set(weight_axes.TABLE) == {path for _, path, _ in hf_names.TABLE}
+    for config in CONFIGS.values():
+        abstract = abstract_llama(config, "bfloat16")
+        for path, weight in hf_names.weights(abstract).items():
+            assert (weight.spec.shape, weight.spec.dtype) == (weight.leaf.shape, weight.leaf.dtype.name), path
+        assert kvq.nbytes(hf_names.describe(abstract)) == kvq.nbytes(abstract)
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("vocab_size", {"vocab"}),
+        ("hidden_size", {"model"}),
+        ("intermediate_size", {"mlp"}),
+        ("num_attention_heads", {"heads"}),
+        ("num_key_value_heads", {"kv_heads"}),
+        ("head_dim", {"heads", "kv_heads", "channels"}),
+    ],
+)
+def test_axes_of_weights_are_called_what_they_run_along(field: str, names: set[str]):
+    """A model with one size doubled: the axes that double are exactly those of the names."""
+    for config in CONFIGS.values():
+        doubled = dataclasses.replace(config, **{field: 2 * getattr(config, field)})
+        larger = hf_names.weights(abstract_llama(doubled))
+        for path, weight in hf_names.weights(abstract_llama(config)).items():
+            pairs = zip(weight.spec.names, weight.leaf.shape, larger[path].leaf.shape, strict=True)
+            assert all((b == 2 * a) == (name in names) and b in (a, 2 * a) for name, a, b in pairs), path
 
 
 def test_weights_are_cast_to_the_asked_dtype_to_nearest(saved):

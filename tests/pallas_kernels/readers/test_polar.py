@@ -90,7 +90,7 @@ def rows(head_dim: int, seed: int) -> np.ndarray:
 
 def stored_keys(format: PolarFormat, keys: np.ndarray, *, moved: int = 0) -> tuple[list[jax.Array], np.ndarray]:
     """(stored arrays, the rows that they stand for). moved: the rows are those of the steps of radii so many groups further."""
-    leaves = polar_array.leaves(format, 1, 1, format.block)
+    leaves = polar_array.specs(format, 1, 1, format.block)
     body = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, polar_array.quantize(jnp.asarray(keys), format))
     meant = load_body(leaves, body)
     assert meant.radius_scale is not None

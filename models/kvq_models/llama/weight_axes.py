@@ -1,0 +1,49 @@
+"""The axes of every weight of a Llama, by its path in the module tree: one table, as hf_names.py has one for names.
+
+A projection's output axis is as long as its heads together: Axis("kv_heads", K, each=H) has K * H entries, H neighbours for each head.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvq_jax.array_types import Axis
+from kvq_models.llama.config import LlamaConfig
+
+# "#" stands for the layer's number.
+TABLE = {
+    "embed": ("vocab", "model"),
+    "layers.#.input_norm.scale": ("model",),
+    "layers.#.q_proj.kernel": ("model", "heads"),
+    "layers.#.q_proj.bias": ("heads",),
+    "layers.#.k_proj.kernel": ("model", "kv_heads"),
+    "layers.#.k_proj.bias": ("kv_heads",),
+    "layers.#.v_proj.kernel": ("model", "kv_heads"),
+    "layers.#.v_proj.bias": ("kv_heads",),
+    "layers.#.q_norm.scale": ("channels",),
+    "layers.#.k_norm.scale": ("channels",),
+    "layers.#.o_proj.kernel": ("heads", "model"),
+    "layers.#.o_proj.bias": ("model",),
+    "layers.#.mlp_norm.scale": ("model",),
+    "layers.#.mlp.gate_proj.kernel": ("model", "mlp"),
+    "layers.#.mlp.gate_proj.bias": ("mlp",),
+    "layers.#.mlp.up_proj.kernel": ("model", "mlp"),
+    "layers.#.mlp.up_proj.bias": ("mlp",),
+    "layers.#.mlp.down_proj.kernel": ("mlp", "model"),
+    "layers.#.mlp.down_proj.bias": ("model",),
+    "norm.scale": ("model",),
+    "head.kernel": ("model", "vocab"),
+}
+
+
+def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
+    """The axes of the weight at a path such as `layers.0.q_proj.kernel`."""
+    named = {
+        "vocab": Axis("vocab", config.vocab_size),
+        "model": Axis("model", config.hidden_size),
+        "heads": Axis("heads", config.num_attention_heads, each=config.head_dim),
+        "kv_heads": Axis("kv_heads", config.num_key_value_heads, each=config.head_dim),
+        "channels": Axis("channels", config.head_dim),
+        "mlp": Axis("mlp", config.intermediate_size),
+    }
+    return tuple(named[name] for name in TABLE[re.sub(r"\d+", "#", path)])
