@@ -30,11 +30,18 @@ class DenseCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return Leaf((batch, heads, tokens, self.channels), self.dtype, 2)
 
+    def outlier_slots(self, heads: int) -> int:
+        return 0
+
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return body
+
+    @property
+    def exact(self) -> bool:
+        return True
 
     def kernel_side(self) -> KernelSide | str:
         from kvq_jax.codecs.kernel_readers import dense
@@ -47,6 +54,7 @@ class Dense(Method):
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "exact keys and values in the model's dtype (the baseline)"
     source: ClassVar[str] = "-"
+    exact: ClassVar[bool] = True
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=1)
