@@ -15,6 +15,7 @@ from kvq_jax.cache.accounting import (
     dropped_outliers,
     nbytes,
     outlier_fraction,
+    quantized_tokens,
 )
 from kvq_jax.cache.cache import Cache, axes, init_cache, layout
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
@@ -49,6 +50,7 @@ __all__ = [
     "nbytes",
     "outlier_fraction",
     "parse",
+    "quantized_tokens",
     "repeat_rows",
     "roundtrip",
     "roundtrip_layer",

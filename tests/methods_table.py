@@ -15,6 +15,7 @@ class MethodCase:
     body_bits: stored bits of one body element at 2 KV heads of 64 channels (`kvq.body_bits_per_element`). Exact.
     attention_error: relative error of attention through this cache against attention over exact rows (test_method_error.py). A pin, not a
     goal: a change in either direction is a change of the method.
+    roundtrip_error: relative error of keys and of values that the body gives back, at most.
     same_codes_in_decode: False where a method codes generated tokens differently from prompt tokens on purpose.
     """
 
@@ -23,6 +24,7 @@ class MethodCase:
     body_bits: float
     attention_error: float
     same_codes_in_decode: bool = True
+    roundtrip_error: float = 0.6
 
 
 METHOD_CASES = (

@@ -30,7 +30,6 @@ from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention.streaming import chunk_tokens
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.methods.polarquant.method import PolarCodec
 
 CACHES = ("polarquant", "polarquant:angle_bits=3,radius_bits=3", "polarquant:grid=global")
 Scores = Callable[[Array, polar_array.PolarArray, Array | None], Array]
@@ -78,16 +77,16 @@ def candidates(shape: Shape, spec: str) -> list[Candidate]:
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
     plan = kvq.parse(spec).layer(0, dims, shape.tokens, "float32")
     codec, block = plan.k, plan.regions.block
-    assert isinstance(codec, PolarCodec)
     if shape.tokens % block:
         raise ValueError(f"--tokens {shape.tokens} must be a multiple of {block}, the block of {spec}")
     rng = np.random.default_rng(0)
     rows, q = (
         jnp.asarray(rng.standard_normal((shape.batch, shape.kv_heads, n, shape.head_dim), np.float32)) for n in (shape.tokens, shape.group)
     )
-    step = jnp.full((shape.batch, shape.kv_heads, 1, shape.head_dim // 2), 0.25, jnp.float32) if codec.format.grid == "global" else None
-    body = polar_array.quantize(rows, codec.format, step)
     leaves, blocks = codec.body(1, 1, block), shape.tokens // block
+    format: polar_array.PolarFormat = leaves.format
+    step = jnp.full((shape.batch, shape.kv_heads, 1, shape.head_dim // 2), 0.25, jnp.float32) if format.grid == "global" else None
+    body = polar_array.quantize(rows, format, step)
     part = chunk_tokens(block, shape.tokens, q) // block
     stored = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, body)
 

@@ -19,7 +19,6 @@ from benchmarks.gpu.attention_candidates import Planned, Task, name_of, padded_h
 from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, checked_part, plan_of
 from kvq_jax.arrays import grouped_array
-from kvq_jax.codecs.grouped import GroupedCodec
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.kernel import quantize_rows
@@ -132,8 +131,7 @@ def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> 
     spec = f"innerq:bits={QUANTIZE_BITS},mode={scheme}"
     plan = plan_of(spec, shape)
     body = Body(plan.k if which == "keys" else plan.v, shape)
-    codec, side = body.codec, body.side
-    assert isinstance(codec, GroupedCodec)
+    format, side = body.leaves.format, body.side
     assert isinstance(side, Grouped)
     size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
     rows_bytes = 2 * shape.kv_heads * shape.tokens * shape.head_dim
@@ -144,9 +142,9 @@ def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> 
     def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
         """What some rows stand for, quantized here and by the reference: all of them as one row, for single codes may differ at ties."""
         tokens = min(shape.tokens, 1024)
-        found = grouped_array.GroupedArray(out.words, out.scale, out.zero, codec.format)
+        found = grouped_array.GroupedArray(out.words, out.scale, out.zero, format)
         cut = jax.tree.map(lambda a: a[:1, :2], found)
-        wanted = grouped_array.quantize(rows[:1, :2, :tokens].astype(jnp.float32), codec.format)
+        wanted = grouped_array.quantize(rows[:1, :2, :tokens].astype(jnp.float32), format)
         return grouped_array.dequantize(cut)[:, :, :tokens].reshape(1, -1), grouped_array.dequantize(wanted).reshape(1, -1)
 
     return Task(

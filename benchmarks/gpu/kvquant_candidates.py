@@ -22,7 +22,7 @@ from benchmarks.gpu.device_timing import first, nudged, uniform
 from benchmarks.gpu.random_bodies import Body, plan_of, random_parameters, rope_of
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.methods.kvquant.codec import KVQuantCodec
+from kvq_jax.codecs.base import Codec
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
@@ -71,11 +71,9 @@ class _Side:
     side: str
 
     @property
-    def codec(self) -> KVQuantCodec:
+    def codec(self) -> Codec:
         plan = plan_of(SPEC, self.shape)
-        codec = plan.k if self.side == "k" else plan.v
-        assert isinstance(codec, KVQuantCodec)
-        return codec
+        return plan.k if self.side == "k" else plan.v
 
     @property
     def body(self) -> Body:

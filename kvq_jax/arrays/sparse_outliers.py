@@ -14,7 +14,7 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt8, UInt16
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt16
 
 from kvq_jax.array_types import Axis
 from kvq_jax.arrays.stored import BodySpec
@@ -78,6 +78,12 @@ def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array
     index = outliers.index.astype(jnp.int32)
     rows, token = jnp.arange(batch)[:, None, None], jnp.arange(tokens)[None, None]
     return dense.at[rows, index // head_dim, token, index % head_dim].add(outliers.residual.astype(dense.dtype), mode="drop")
+
+
+def counts(outliers: SparseOutliers) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """Return (outliers with a slot, outliers without one) of each token; more than 255 without one count as 255."""
+    kept = jnp.sum(outliers.index != UNUSED, axis=1, dtype=jnp.int32)
+    return kept, jnp.zeros_like(kept) if outliers.dropped is None else outliers.dropped.astype(jnp.int32)
 
 
 def _flat(rows: Array) -> Array:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.arrays.codebook_array import CodebookArray
-from kvq_jax.arrays.sparse_outliers import UNUSED
+from kvq_jax.arrays.stored import load_body
 from kvq_jax.cache.cache import Cache, dims_of, layout
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -50,26 +49,29 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Share of the body's elements for which there is an exact slot, averaged over layers and sides."""
-    cache = layout(spec, config, 1, 1)
-    bodies = [(plan, codec.body(1, plan.heads, plan.regions.block)) for plan in cache.plans for codec in plan.codecs]
-    shares = [b.outliers.index.shape[1] / (plan.heads * plan.head_dim) for plan, b in bodies if isinstance(b, CodebookArray) and b.outliers]
-    return sum(shares) / len(bodies)
+    """Return the share of the body's elements for which there is an exact slot, averaged over layers and sides."""
+    sides = [(plan, codec) for plan in layout(spec, config, 1, 1).plans for codec in plan.codecs]
+    return sum(codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides) / len(sides)
 
 
 def dropped_outliers(cache: Cache) -> tuple[int, int]:
-    """(outliers that found no exact slot, outliers that have one) among the live tokens of a cache's body. Tokens with more than 255
-    without a slot count as 255."""
+    """Return (outliers that found no exact slot, outliers that have one) among the live tokens of a cache's body.
+
+    Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold."""
     dropped = kept = 0
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
-        aged = plan.regions.body(cache.lengths)[:, None]
-        for body in layer.body:
-            if isinstance(body, CodebookArray) and body.outliers is not None:
-                index = body.outliers.index
-                live = jnp.arange(index.shape[2])[None] < aged
-                kept += int(jnp.sum((index != UNUSED) & live[:, None]))
-                dropped += 0 if body.outliers.dropped is None else int(jnp.sum(jnp.where(live, body.outliers.dropped, 0), dtype=jnp.int32))
+        live = jnp.arange(plan.regions.body_capacity)[None] < plan.regions.body(cache.lengths)[:, None]
+        for codec, stored in zip(plan.codecs, layer.body, strict=True):
+            if codec.outlier_slots(plan.heads):
+                counts = codec.outlier_counts(load_body(codec.body(1, plan.heads, plan.regions.block), stored))
+                kept += int(jnp.sum(jnp.where(live, counts.kept, 0)))
+                dropped += int(jnp.sum(jnp.where(live, counts.dropped, 0)))
     return dropped, kept
+
+
+def quantized_tokens(cache: Cache, tokens: int) -> int:
+    """Return how many of the first `tokens` tokens some layer of a cache, or of its layout, holds quantized."""
+    return max((plan.regions.body(tokens) for plan in cache.plans if plan.quantizes), default=0)
 
 
 @dataclasses.dataclass(frozen=True)

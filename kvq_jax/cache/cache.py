@@ -110,7 +110,7 @@ def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
     for method in (spec.k, spec.v):
         first = method.carries_from()
         named += [] if first is None else [(f"{method.name} starts at", first)]
-        for field in dataclasses.fields(method):
+        for field in method.options():
             value = getattr(method, field.name)
             if isinstance(value, PerLayer):
                 named += [(f"{method.name}:{field.name} names", last) for _, _, last in value.ranges]

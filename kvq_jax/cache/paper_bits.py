@@ -14,34 +14,13 @@ from __future__ import annotations
 from kvq_jax.array_types import ModelDims
 from kvq_jax.cache.cache import dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.base import Codec
-from kvq_jax.codecs.bias_subtracting import inner_codec
-from kvq_jax.codecs.codebook import CodebookCodec
-from kvq_jax.codecs.grouped import GroupedCodec
-from kvq_jax.methods.kvquant.codec import KVQuantCodec
-
-STATISTIC_BITS = 16
-OUTLIER_BITS = 32
-POINTER_BITS = 32
 
 
 def paper_bits(spec: CacheSpec | str, config: ModelDims, context: int, *, pointers: bool = True) -> float | None:
-    """Average bits of a cached element at a context of so many tokens, windows left out; None where a layer is of another method."""
+    """Return the average bits of a cached element at a context of so many tokens, windows left out; None where a layer is of another
+    method."""
     dims, spec = dims_of(config), parse(spec)
     width = dims.num_key_value_heads * dims.head_dim
-    bits = [_codec_bits(inner_codec(c), width, context, pointers) for plan in plans(spec, dims, 1, "bfloat16") for c in plan.codecs]
+    bits = [c.paper_bits(width, context, pointers=pointers) for plan in plans(spec, dims, 1, "bfloat16") for c in plan.codecs]
     known = [b for b in bits if b is not None]
     return sum(known) / len(bits) if len(known) == len(bits) else None
-
-
-def _codec_bits(codec: Codec, width: int, context: int, pointers: bool) -> float | None:
-    if isinstance(codec, KVQuantCodec):
-        statistics = 2 * STATISTIC_BITS / (context if codec.per_channel else width)
-        pointer = POINTER_BITS / width / 2 if pointers and codec.outliers else 0
-        return codec.format.bits + statistics + OUTLIER_BITS * codec.outliers + pointer
-    if isinstance(codec, CodebookCodec) and (group := codec.format.group):
-        return codec.format.bits + 2 * STATISTIC_BITS / (group.heads * group.channels)
-    if isinstance(codec, GroupedCodec) and codec.format.axis == "channels" and codec.format.scheme == "asym":
-        bits, size = codec.format.bits, codec.format.heads * codec.format.group_size
-        return bits + (STATISTIC_BITS + bits) / size
-    return None

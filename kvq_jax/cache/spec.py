@@ -72,10 +72,15 @@ class CacheSpec:
                 )
 
     def _without_bias(self, keys: Codec) -> Codec:
-        if isinstance(self.k, Dense) or keys.rebuilds:
-            why = "keeps keys exact" if isinstance(self.k, Dense) else "caches no keys, and rebuilds them with their bias"
+        if keys.exact or keys.rebuilds:
+            why = "caches no keys, and rebuilds them with their bias" if keys.rebuilds else "keeps keys exact"
             raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave it out")
         return BiasSubtracting(keys)
+
+    @property
+    def exact(self) -> bool:
+        """Return True where both methods keep every row as it is, whatever their options."""
+        return self.k.exact and self.v.exact
 
     def regions(self, capacity: int) -> Regions:
         return Regions(self.sink, self.recent, self.block, capacity)
@@ -130,7 +135,7 @@ def _mixed(parts: list[str], text: str) -> tuple[Method, Method, dict[str, str]]
             raise ValueError(f"cache {text!r}: {misplaced[0]} belongs to the cache; write +cache:{misplaced[0]}={options[misplaced[0]]}")
         options = _with_preset(name, options)
         if side == "v=":
-            _check_value_method(_kind(name))
+            _check_value_method(_named(name))
         methods.append(_method(name, {o: text for o, text in options.items() if o not in CACHE_OPTIONS}))  # a preset may name windows
     cache = _split("cache:" + sides["cache:"])[1] if "cache:" in sides else {}
     unknown = [o for o in cache if o not in CACHE_OPTIONS]
@@ -152,7 +157,8 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
-def _kind(name: str) -> type[Method]:
+def _named(name: str) -> Method:
+    """Return the method of this name with its default options."""
     if name not in METHODS:
         raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
     return METHODS[name]
@@ -160,7 +166,7 @@ def _kind(name: str) -> type[Method]:
 
 def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
     """The options with `preset` replaced by those that it stands for, as far as they are not given."""
-    presets = _kind(name).presets
+    presets = _named(name).presets
     if not presets or "preset" not in options:
         return options
     chosen = options["preset"]
@@ -171,19 +177,19 @@ def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
 
 
 def _method(name: str, options: dict[str, str]) -> Method:
-    kind = _kind(name)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    method = _named(name)
+    fields = {f.name: f for f in method.options()}
     values = {}
     for key, text in options.items():
         if key not in fields:
-            allowed = ", ".join((*fields, *(("preset",) if kind.presets else ()), *CACHE_OPTIONS))
+            allowed = ", ".join((*fields, *(("preset",) if method.presets else ()), *CACHE_OPTIONS))
             raise ValueError(f"unknown option {key!r} of {name}; options: {allowed}")
         values[key] = _value(f"{name}:{key}", text, fields[key])
-    for key, others in kind.replaces.items():
+    for key, others in method.replaces.items():
         beside = [other for other in others if other in values]
         if values.get(key) and beside:
             raise ValueError(f"{name}:{key}={options[key]} stands for {beside[0]}={options[beside[0]]}: give one of them")
-    return kind(**values)
+    return dataclasses.replace(method, **values)
 
 
 def _value(where: str, text: str, field: dataclasses.Field) -> Any:
@@ -257,7 +263,7 @@ def _check_ranges(where: str, ranges: list[tuple[int, int]]) -> None:
             raise ValueError(f"{where} names layer {last}; a spec names layers below {MOST_LAYERS}")
 
 
-def _check_value_method(method: Method | type[Method]) -> None:
+def _check_value_method(method: Method) -> None:
     if method.keys_only:
         raise ValueError(f"v={method.name} has no meaning: {method.name} is a method for keys and keeps values exact; write v=dense")
 
@@ -273,7 +279,7 @@ def _write_layers(layers: tuple[int, ...]) -> str:
 
 
 def _method_text(method: Method) -> str:
-    shown = [f for f in dataclasses.fields(method) if getattr(method, f.name) != f.default]
+    shown = [f for f in method.options() if getattr(method, f.name) != f.default]
     options = ",".join(f"{f.name}={_value_text(getattr(method, f.name))}" for f in shown)
     return f"{method.name}:{options}" if options else method.name
 

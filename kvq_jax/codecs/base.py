@@ -4,16 +4,18 @@ A codec is a frozen dataclass of resolved static values (bits, group size, head 
 parameters for this layer and side (calibrated tables, bases; `()` for methods without any, see `parameters`), `stats` what the prompt
 fixed (`()` for methods without prompt statistics).
 
-Only `rows`, `body`, `quantize` and `dequantize` must be written; attention then works through `dequantize`. `query`, `scores` and
-`weighted` exist for codecs whose algebra does better than dequantizing every element: a scale times a partial dot product, a table
-look-up shared by query heads.
+Only `rows`, `body`, `outlier_slots`, `quantize` and `dequantize` must be written; attention then works through `dequantize`. `query`,
+`scores` and `weighted` exist for codecs whose algebra does better than dequantizing every element: a scale times a partial dot product, a
+table look-up shared by query heads. Accounting, the commands and the kernels ask a codec through the properties at the end of `Codec`;
+nobody looks at its class.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
+from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.rope import Rope, rotate
@@ -40,8 +43,15 @@ class KernelJob(NamedTuple):
     divisor: Float[Array, "B K 1 H"] | None
 
 
+class OutlierCounts(NamedTuple):
+    """How many outliers of each token have an exact slot, and how many found none."""
+
+    kept: Int[Array, "B S"]
+    dropped: Int[Array, "B S"]
+
+
 class Codec(abc.ABC):
-    """One side (K or V) of one layer's cache. Laws, tested over the method table:
+    """Codes one side (K or V) of one layer's cache. Laws, tested over the method table:
 
     - `quantize` codes whole blocks independently: quantize(a ++ b) == quantize(a) ++ quantize(b) along tokens.
     - Rows of the batch are independent: a prompt has the same codes alone and inside a batch.
@@ -56,34 +66,49 @@ class Codec(abc.ABC):
     rebuilds: ClassVar[bool] = False
     unprompted: ClassVar[float] = 1.0
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse a class that stores arrays of its own, but inherits from another class how many outliers are among them."""
+        super().__init_subclass__(**arguments)
+        if "body" in vars(cls) and "outlier_slots" not in vars(cls):
+            raise TypeError(f"{cls.__name__} defines body, so it must define outlier_slots too (return 0 where it stores no outliers)")
+
     @property
     def joint(self) -> bool:
-        """Whether both sides share one body and its windows, which the key side's codec quantizes, and one tree of parameters."""
+        """Return True where both sides share one body and its windows, which the key side's codec quantizes, and one tree of parameters."""
         return False
 
+    @property
+    def cross_layer(self) -> CrossLayerCodec | None:
+        """Return this codec where it builds on the layer below it, else None."""
+        return None
+
     def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
-        """The axes of a token's cached rows, heads and channels, in a layer with K KV heads of H channels."""
+        """Return the axes of a token's cached rows, heads and channels, in a layer with K KV heads of H channels."""
         return Axis("kv_heads", heads), Axis("channels", head_dim)
 
     def row_width(self, heads: int, head_dim: int) -> int:
-        """Channels of a token's cached rows, its heads together."""
+        """Return the channels of a token's cached rows, its heads together."""
         return math.prod(axis.size for axis in self.row_axes(heads, head_dim))
 
     @abc.abstractmethod
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        """What is cached for new tokens: exact in the windows, coded in the body."""
+        """Return what is cached for new tokens: exact in the windows, coded in the body."""
 
     @abc.abstractmethod
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        """The body's arrays for `tokens` tokens, as a tree of `stored.BodySpec`."""
+        """Describe the body's arrays for `tokens` tokens, as a tree of `stored.BodySpec`."""
+
+    @abc.abstractmethod
+    def outlier_slots(self, heads: int) -> int:
+        """Return how many entries of a token, its K heads together, the body can keep exact at places that the data choose; 0 for none."""
 
     @abc.abstractmethod
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        """Codes whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
+        """Code whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
 
     @abc.abstractmethod
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
-        """The rows that a body stands for, fp32 unless stored exactly."""
+        """Return the rows that a body stands for, fp32 unless stored exactly."""
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         """Describe what a calibration must put into `params` for K KV heads, by name; empty for codecs that need nothing."""
@@ -92,76 +117,129 @@ class Codec(abc.ABC):
     def calibrate(
         self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """The parameters, from what `rows` gave for tokens of a calibration text and the gradient of the mean loss with respect to it.
-        ValueError, in one line, where they cannot be had from these rows."""
+        """Fit the parameters to what `rows` gave for tokens of a calibration text and the gradient of the mean loss with respect to it.
+
+        Raises ValueError, in one line, where they cannot be had from these rows; NotImplementedError for codecs without any."""
         raise NotImplementedError(f"{type(self).__name__} takes no calibration")
 
     def from_weights(self, weights: LayerWeights) -> Tree:
-        """The parameters that follow from the layer's weights alone, made once when a model is loaded. Where the weights are
+        """Return the parameters that follow from the layer's weights alone, made once when a model is loaded. Where the weights are
         ShapeDtypeStructs or `ArraySpec` descriptions, so are the results. Weights that are used as they are come back as the same
         objects."""
         return ()
 
     def calibration_key(self) -> str:
-        """The options that calibrated parameters depend on, as text: parameters of one key serve every codec with that key."""
+        """Return the options that calibrated parameters depend on, as text: parameters of one key serve every codec with that key."""
         return ""
 
     def weights_key(self) -> str:
-        """The options that parameters from the layer's weights depend on, as text; empty for codecs that take none. A codec that is
+        """Return the options that parameters from the layer's weights depend on, as text; empty for codecs that take none. A codec that is
         calibrated too names them in its `calibration_key`."""
         return ""
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """What the prompt fixes for a row of the batch, from its valid tokens at positions >= first: arrays of `statistics_spec`."""
+        """Return what the prompt fixes for each row of the batch, from its valid tokens at positions >= first: arrays as
+        `statistics_spec` describes them."""
         return ()
 
     def statistics_spec(self, batch: int, heads: int) -> Tree:
-        """The arrays of the prompt statistics, as a tree of `ArraySpec`; `()` for codecs without any."""
+        """Describe the arrays of the prompt statistics, as a tree of `ArraySpec`; `()` for codecs without any."""
         return ()
 
     def initial_statistics(self, batch: int, heads: int) -> Tree:
-        """The statistics of rows that never had a prompt."""
+        """Return the statistics of rows that never had a prompt."""
         specs = self.statistics_spec(batch, heads)
         return jax.tree.map(lambda spec: jnp.full(spec.shape, self.unprompted, spec.dtype), specs)
 
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-        """Keys after RoPE, or values, from cached rows at these positions."""
+        """Return keys after RoPE, or values, from cached rows at these positions."""
         return rows
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
-        """What `scores` needs of the queries, computed once for all chunks. R = G * T query rows share a KV head. q is as the model made
-        it: the caller scales the scores by 1/sqrt(H)."""
+        """Return what `scores` needs of the queries, computed once for all chunks. R = G * T query rows share a KV head. q is as the model
+        made it: the caller scales the scores by 1/sqrt(H)."""
         return q
 
     def scores(
         self, params: Tree, stats: Tree, query: Tree, body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
-        """q . k for a chunk of the body, fp32."""
+        """Return q . k for a chunk of the body, fp32."""
         keys = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
         return dot_rows(query, keys)
 
     def weighted(
         self, params: Tree, stats: Tree, weights: Float[Array, "B K R C"], body: Tree, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R H"]:
-        """weights . v for a chunk of the body, fp32."""
+        """Return weights . v for a chunk of the body, fp32."""
         values = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
         return weigh_rows(weights, values)
 
     def kernel_side(self) -> KernelSide | str:
-        """What fused kernels read the body with, or one line that says why there is none."""
+        """Return what fused kernels read the body with, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
-        """The arrays that the kernel's side reads, in its order."""
+        """Return the arrays that the kernel's side reads, in its order."""
         return jax.tree.leaves(body)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        """What `pallas_kernels.quantize.kernel` is to do; None where `quantize` has no kernel."""
+        """Return what `pallas_kernels.quantize.kernel` is to do; None where `quantize` has no kernel."""
         return None
+
+    # What others ask of a codec. A codec that wraps another passes these on; one that stores outliers must define `outlier_counts`.
+
+    @property
+    def exact(self) -> bool:
+        """Return True where the body holds rows as they are, so that nothing is quantized."""
+        return False
+
+    def outlier_counts(self, body: Tree) -> OutlierCounts:
+        """Count the outliers of each token of a body, as `quantize` returns it.
+
+        Raises NotImplementedError for a codec that has slots (`outlier_slots`) but does not say what is in them."""
+        raise NotImplementedError(f"{type(self).__name__} has slots for outliers: define its outlier_counts to count what they hold")
+
+    @property
+    def code_layout(self) -> PlaneLayout | None:
+        """Return how codes are packed into words; None where the body packs none in planes."""
+        return None
+
+    @property
+    def before_rope(self) -> bool:
+        """Return True where rows are keys before RoPE, which `vectors` rotates."""
+        return False
+
+    @property
+    def channel_group_bits(self) -> int | None:
+        """Return the bits of codes whose scale the channels of a token share, as they were in the model, so that one channel with a large
+        constant makes the steps of all others coarse; None for other codecs."""
+        return None
+
+    @property
+    def normalizes_channels(self) -> bool:
+        """Return True where rows are divided by a norm of each channel before they are coded."""
+        return False
+
+    def subtracted_bias(self, params: Tree, head_dim: int) -> Float[Array, "K H"] | None:
+        """Return the constant that is subtracted from keys before RoPE before they are cached, fp32; None where nothing is."""
+        return None
+
+    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
+        """Return the average bits of an element as the KVQuant paper counts them (cache/paper_bits.py) at a KV width and a context; None
+        where its rule says nothing of this codec."""
+        return None
+
+    def paper_bytes(self, elements: int) -> int | None:
+        """Return the bytes of so many elements in the layout that the method's paper counts with; None where it is what is stored here."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the codec's name and its resolved options, those of nested dataclasses included; tables and arrays are left out."""
+        return {"codec": type(self).__name__, **_plain_fields(self)}
 
 
 class CrossLayerCodec(Codec):
-    """A joint codec whose rows are coded as the difference from what the layers below already say of them.
+    """Codes the rows of both sides as the difference from what the layers below already say of them.
 
     The accumulator, an array [B, S, D] over the body's tokens, flows through the layers as `carry`. `body` holds coded differences, and
     attention reads the accumulator as it is after this layer, so `scores` and `weighted` get a chunk of that in place of the body.
@@ -172,27 +250,47 @@ class CrossLayerCodec(Codec):
         return True
 
     @property
+    def cross_layer(self) -> CrossLayerCodec:
+        return self
+
+    @property
     @abc.abstractmethod
     def starts(self) -> bool:
-        """True in the base layer: no accumulator comes in, one goes out."""
+        """Return True in the base layer: no accumulator comes in, one goes out."""
+
+    @property
+    @abc.abstractmethod
+    def accumulate_flops(self) -> int:
+        """Return the FLOPs of adding one token's decoded differences to the accumulator; a multiply-add counts as two."""
 
     @abc.abstractmethod
     def accumulator(self, batch: int, tokens: int) -> BodySpec:
-        """The accumulator [B, S, D] of `tokens` body tokens."""
+        """Describe the accumulator [B, S, D] of `tokens` body tokens."""
 
     @abc.abstractmethod
     def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
-        """The rows as the layers below tell them, fp32: what is subtracted before coding and added after decoding."""
+        """Return the rows as the layers below tell them, fp32: what is subtracted before coding and added after decoding."""
 
     @abc.abstractmethod
     def accumulated(
         self, params: Tree, accumulator: Float[Array, "B T D"] | Float[Array, ""], differences: CachedRows
     ) -> Float[Array, "B T D"]:
-        """The accumulator with this layer's decoded differences added, fp32. The base layer's starts as a scalar 0."""
+        """Return the accumulator with this layer's decoded differences added, fp32. The base layer's starts as a scalar 0."""
+
+
+def _plain_fields(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        entry = getattr(value, field.name)
+        if dataclasses.is_dataclass(entry):
+            found |= _plain_fields(entry)
+        elif isinstance(entry, str | int | float) and field.name != "side":
+            found[field.name] = entry
+    return found
 
 
 def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBKTH:
-    """The rows that a method keeps for a side; an error names what the caller did not supply."""
+    """Return the rows that a method keeps for a side. Raises ValueError, naming it, where the caller did not supply them."""
     rows = inputs.v if side == "v" else inputs.k_pre if pre_rope else inputs.k_rot
     if rows is None:
         raise ValueError("this method caches keys before RoPE, but LayerInputs.k_pre is None")
@@ -200,7 +298,7 @@ def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBK
 
 
 def rotate_keys(rows: RowsBKTH, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-    """Keys after RoPE from keys that were cached before it."""
+    """Return keys after RoPE from keys that were cached before it. Raises ValueError without `rope`."""
     if rope is None:
         raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
     return rotate(rows, positions, rope)

@@ -13,7 +13,7 @@ have such biases). Without the bias, codes do not depend on it at all.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
-from kvq_jax.codecs.base import Codec
+from kvq_jax.arrays.packing import PlaneLayout
+from kvq_jax.codecs.base import Codec, OutlierCounts
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.rope import Rope, cosines_and_sines, rotate
 
@@ -51,6 +52,9 @@ class BiasSubtracting(Codec):
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.inner.body(batch, heads, tokens)
+
+    def outlier_slots(self, heads: int) -> int:
+        return self.inner.outlier_slots(heads)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.inner.quantize(_own(params), stats, rows, prefill=prefill)
@@ -109,10 +113,38 @@ class BiasSubtracting(Codec):
     def kernel_side(self) -> KernelSide | str:
         return f"{OPTION} adds the bias's share to the scores, which no kernel does"
 
+    # channel_group_bits stays None: no code depends on the bias
 
-def inner_codec(codec: Codec) -> Codec:
-    """The codec that makes the codes: that of keys without their bias, or the given one."""
-    return codec.inner if isinstance(codec, BiasSubtracting) else codec
+    @property
+    def exact(self) -> bool:
+        return self.inner.exact
+
+    def outlier_counts(self, body: Tree) -> OutlierCounts:
+        return self.inner.outlier_counts(body)
+
+    @property
+    def code_layout(self) -> PlaneLayout | None:
+        return self.inner.code_layout
+
+    @property
+    def before_rope(self) -> bool:
+        return self.inner.before_rope
+
+    @property
+    def normalizes_channels(self) -> bool:
+        return self.inner.normalizes_channels
+
+    def subtracted_bias(self, params: Tree, head_dim: int) -> Float[Array, "K H"]:
+        return bias_of(params, head_dim)
+
+    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
+        return self.inner.paper_bits(width, context, pointers=pointers)
+
+    def paper_bytes(self, elements: int) -> int | None:
+        return self.inner.paper_bytes(elements)
+
+    def describe(self) -> dict[str, Any]:
+        return self.inner.describe() | {"subtract_bias": True}
 
 
 def check_bias(weights: LayerWeights) -> None:

@@ -12,6 +12,7 @@ from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
+from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
 from kvq_jax.rope import Rope
@@ -35,6 +36,9 @@ class CodebookCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
+    def outlier_slots(self, heads: int) -> int:
+        return self.format.slots
+
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "fixed levels are scaled to groups"
@@ -56,3 +60,20 @@ class CodebookCodec(Codec):
 
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
+
+    @property
+    def code_layout(self) -> PlaneLayout:
+        return self.format.layout
+
+    @property
+    def before_rope(self) -> bool:
+        return self.pre_rope
+
+    @property
+    def channel_group_bits(self) -> int | None:
+        return None if self.format.group is None else self.format.bits
+
+    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
+        """b + 32 / group: a 16-bit scale and a 16-bit zero."""
+        group = self.format.group
+        return None if group is None else self.format.bits + 32 / (group.heads * group.channels)

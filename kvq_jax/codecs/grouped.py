@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
+from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
 from kvq_jax.rope import Rope
 
@@ -39,6 +40,9 @@ class GroupedCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> GroupedArray:
         return grouped_array.specs(self.format, batch, heads, tokens)
 
+    def outlier_slots(self, heads: int) -> int:
+        return 0
+
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GroupedArray:
         return grouped_array.quantize(rows, self.format)
 
@@ -57,3 +61,22 @@ class GroupedCodec(Codec):
         if self.format.heads > 1:
             return None  # the kernel quantizes one head at a time
         return KernelJob(self.format, self.format.scheme, None)
+
+    @property
+    def code_layout(self) -> PlaneLayout:
+        return self.format.layout
+
+    @property
+    def before_rope(self) -> bool:
+        return self.pre_rope
+
+    @property
+    def channel_group_bits(self) -> int | None:
+        return self.format.code_bits if self.format.axis == "channels" else None
+
+    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
+        """b + (16 + b) / group: a 16-bit scale, and a zero point of as many bits as a code."""
+        format = self.format
+        if format.axis != "channels" or format.scheme != "asym":
+            return None
+        return format.bits + (16 + format.bits) / (format.heads * format.group_size)

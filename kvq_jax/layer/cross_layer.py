@@ -67,16 +67,18 @@ def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[A
 
 def coded(codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
     """What is coded in place of the rows: their difference from what the layers below say, if there are any."""
-    if below is None or not isinstance(codec, CrossLayerCodec) or codec.starts:
+    cross = codec.cross_layer
+    if below is None or cross is None or cross.starts:
         return rows
-    return rows.astype(jnp.float32) - codec.expected(params, below[:, 0])
+    return rows.astype(jnp.float32) - cross.expected(params, below[:, 0])
 
 
 def decoded(codec: Codec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
     """The rows that coded differences stand for: the inverse of `coded`."""
-    if below is None or not isinstance(codec, CrossLayerCodec) or codec.starts:
+    cross = codec.cross_layer
+    if below is None or cross is None or cross.starts:
         return differences
-    return differences + codec.expected(params, below[:, 0])
+    return differences + cross.expected(params, below[:, 0])
 
 
 def after(codec: CrossLayerCodec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> Float[Array, "B 1 T D"]:

@@ -68,7 +68,12 @@ class LayerPlan:
 
     @property
     def cross_layer(self) -> CrossLayerCodec | None:
-        return self.k if isinstance(self.k, CrossLayerCodec) else None
+        return self.k.cross_layer
+
+    @property
+    def quantizes(self) -> bool:
+        """Return True where the layer stores codes: not where it is skipped, nor where a method's options leave its rows as they are."""
+        return not all(codec.exact for codec in self.codecs)
 
     def from_weights(self, weights: LayerWeights) -> tuple[Tree, Tree]:
         """Parameters (keys, values) that follow from the layer's weights; `()` for a side that takes none."""

@@ -1,7 +1,7 @@
 """A method: a frozen, hashable set of options that makes a codec for each side of each layer.
 
-A method is a frozen dataclass whose fields are its options, each declared with `option(...)`. The spec grammar, `kvq methods` and error
-messages all read these declarations; nothing else describes an option.
+A method is a frozen dataclass whose options are fields declared with `option(...)`. The spec grammar, `kvq methods` and error messages all
+read these declarations; nothing else describes an option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def at_layer(value: int | PerLayer, layer: int) -> int:
 
 
 def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False) -> Any:
-    """Declares an option of a method: its default (whose type is the option's type), a help line, the allowed values (any if empty)."""
+    """Declare an option of a method: its default (whose type is the option's type), a help line, the allowed values (any if empty)."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer})
 
 
@@ -49,25 +49,36 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Method(abc.ABC):
-    """Base of all methods. A subclass lives in `kvq_jax/methods/<name>/` and has one line in the registry."""
+    """Makes the codec of each side of each layer. A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry.
+
+    name: as a spec writes it. summary, source: for `kvq methods`. The other class variables are facts about the method that hold whatever
+    its options are.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
+    exact: ClassVar[bool] = False  # keys and values stay as they are
     has_prompt_statistics: ClassVar[bool] = False
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay exact
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # options that do nothing beside an option that is not 0
     presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
+    def options(self) -> tuple[dataclasses.Field[Any], ...]:
+        """Return the fields that a spec may set."""
+        return tuple(field for field in dataclasses.fields(self) if "help" in field.metadata)
+
     @abc.abstractmethod
     def windows(self) -> Windows:
-        """Default window sizes: those closest to the paper under the project's one ageing rule."""
+        """Return the default window sizes: those closest to the paper under the project's one ageing rule."""
 
     def carries_from(self) -> int | None:
-        """The layer from which on every layer builds on the one below it; None where layers are independent."""
+        """Return the layer from which on every layer builds on the one below it; None where layers are independent."""
         return None
 
     @abc.abstractmethod
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        """The codec of one side of one layer. ValueError where the options do not fit the model or the block."""
+        """Return the codec of one side of one layer for a block of so many tokens and exact rows of `dtype`.
+
+        Raises ValueError, in one line, where the options do not fit the model or the block."""

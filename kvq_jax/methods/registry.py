@@ -1,10 +1,10 @@
-"""All methods, by name. A new method is a folder in `methods/` and a line here."""
+"""All methods with their default options, by the name that a spec gives them. A new method is a folder in `methods/` and a line here."""
 
 from __future__ import annotations
 
 from kvq_jax.methods.base import Method
 from kvq_jax.methods.dense import Dense
-from kvq_jax.methods.formats import INT_METHODS, NORMAL_FLOAT_METHODS
+from kvq_jax.methods.formats import TokenFormat
 from kvq_jax.methods.innerq import InnerQ
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.kvquant import KVQuant
@@ -12,15 +12,21 @@ from kvq_jax.methods.polarquant import PolarQuant
 from kvq_jax.methods.squat import Squat, SquatPre
 from kvq_jax.methods.xquant import XQuant, XQuantCL
 
-METHODS: dict[str, type[Method]] = {
-    "dense": Dense,
-    "kivi": Kivi,
-    "innerq": InnerQ,
-    "kvquant": KVQuant,
-    "polarquant": PolarQuant,
-    "squat": Squat,
-    "squat_pre": SquatPre,
-    "xquant": XQuant,
-    "xquant_cl": XQuantCL,
-    **{method.name: method for method in (*INT_METHODS, *NORMAL_FLOAT_METHODS)},
+METHODS: dict[str, Method] = {
+    "dense": Dense(),
+    "kivi": Kivi(),
+    "innerq": InnerQ(),
+    "kvquant": KVQuant(),
+    "polarquant": PolarQuant(),
+    "squat": Squat(),
+    "squat_pre": SquatPre(),
+    "xquant": XQuant(),
+    "xquant_cl": XQuantCL(),
+    "int2": TokenFormat("int", 2),
+    "int3": TokenFormat("int", 3),
+    "int4": TokenFormat("int", 4),
+    "int8": TokenFormat("int", 8),
+    "nf2": TokenFormat("nf", 2),
+    "nf3": TokenFormat("nf", 3),
+    "nf4": TokenFormat("nf", 4),
 }

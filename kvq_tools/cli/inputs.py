@@ -14,7 +14,6 @@ import jax
 
 import kvq_jax as kvq
 from kvq_models.calibration.needs import needs
-from kvq_models.inference.memory_status import is_dense, quantized_tokens, quantizes
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
@@ -149,11 +148,11 @@ def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> 
 
     cache: its layout; read: tokens in it when it is last read, None where windows do not matter; where: in words, for the warning.
     """
-    if is_dense(cache.spec):
+    if cache.spec.exact:
         return
-    if not any(map(quantizes, cache.plans)):
+    if not any(plan.quantizes for plan in cache.plans):
         warn(f"{name}: no layer of this model quantizes anything, so this is the exact model but for rounding")
-    elif read is not None and not quantized_tokens(cache, read):
+    elif read is not None and not kvq.quantized_tokens(cache, read):
         warn(f"{name}: {where} nothing is read quantized, so this is the exact model")
 
 

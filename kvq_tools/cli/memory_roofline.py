@@ -10,18 +10,14 @@ from typing import Any
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
-from kvq_jax.codecs.base import Codec
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.xquant import roofline
-from kvq_jax.methods.xquant.codec import OutlierChannel, XCodec, XCrossLayerCodec
 from kvq_jax.methods.xquant.roofline import Device, LayerCost
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import format_bytes, print_table
 from kvq_tools.evaluation.results import finite
 
 BLOCKS = 32  # whose bytes are counted, as `kvq.body_bits_per_element` does
-EXACT_BITS = 16
 NOTHING = "attention reads codes directly and rebuilds nothing"
 EXPLAINED = """\
 FLOPs, bytes: of a layer, in a step with one new token, for each cached token; weights: of a layer, parameters of the cache included.
@@ -60,7 +56,8 @@ def describe(cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], 
     step reads beside its weights, of `itemsize` bytes each. Lengths are None where any length is hidden or nothing is rebuilt."""
     weights = roofline.weight_bytes(config, itemsize)
     here = [layer_cost(plan, config, weights + own) for plan, own in zip(cache.plans, parameter_bytes, strict=True)]
-    theirs = [paper_cost(plan, cache, config, weights) for plan in cache.plans]
+    base = next((plan.cross_layer for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts), None)
+    theirs = [roofline.paper_cost_of((plan.k, plan.v), base, config, weights) for plan in cache.plans]
     rebuilding = [cost for cost in here if cost.flops_per_token]
     return {
         "rebuilds": bool(rebuilding),
@@ -92,33 +89,11 @@ def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> Lay
     if cross is None:
         k, v = (codec.row_width(plan.heads, plan.head_dim) if codec.rebuilds else 0 for codec in (plan.k, plan.v))
         return LayerCost(roofline.flops_of_keys(k, v, kv_width, heads), read, weight_bytes)
-    assert isinstance(cross, XCrossLayerCodec), "the only codec that builds on layers below"
-    flops = roofline.flops_of_keys(cross.width, cross.width, kv_width, heads)
-    if not cross.starts:
-        flops += 2 * cross.channels * cross.width if cross.latent else cross.width
-    held = kvq.nbytes(cross.accumulator(1, 1))
-    return LayerCost(flops, read + (2 if cross.starts else 3) * held, weight_bytes)
-
-
-def paper_cost(plan: LayerPlan, cache: Cache, config: LlamaConfig, weight_bytes: float) -> LayerCost | None:
-    """Equation (3) or (4) for this layer with this model's weights; None for layers of which the paper does not speak."""
-    if not (isinstance(plan.k, XCodec | XCrossLayerCodec) and isinstance(plan.v, XCodec | XCrossLayerCodec)):
-        return None
-    own, kv_width = plan.k, plan.heads * plan.head_dim
-    bits = sum(_nominal_bits(codec.stored) for codec in (plan.k, plan.v)) / 2
-    deltas = isinstance(own, XCrossLayerCodec) and not own.starts
-    base = [
-        _nominal_bits(p.cross_layer.stored) for p in cache.plans if isinstance(p.cross_layer, XCrossLayerCodec) and p.cross_layer.starts
-    ]
-    more = {"cross_layer": True, "base_bits": base[0]} if deltas else {}
-    return roofline.paper_cost(config.hidden_size, kv_width, bits, latent=own.latent, weights=weight_bytes, **more)
-
-
-def _nominal_bits(stored: Codec) -> int:
-    """Bits of a code, as the paper counts them."""
-    if isinstance(stored, OutlierChannel):
-        return _nominal_bits(stored.coded)
-    return stored.format.bits if isinstance(stored, GroupedCodec) else EXACT_BITS
+    accumulator = cross.accumulator(1, 1)
+    width = accumulator.shape[2]
+    flops = roofline.flops_of_keys(width, width, kv_width, heads)
+    flops += 0 if cross.starts else cross.accumulate_flops
+    return LayerCost(flops, read + (2 if cross.starts else 3) * kvq.nbytes(accumulator), weight_bytes)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------------

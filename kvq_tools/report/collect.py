@@ -14,7 +14,6 @@ import kvq_jax as kvq
 from kvq_jax.cache.accounting import layer_components
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.memory import CACHE_DTYPE, parameter_bytes, working_bytes
-from kvq_models.inference.memory_status import is_dense
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Bucket, Evaluation, finite
@@ -72,7 +71,7 @@ def collect(
 
 def timed(plain: Llama, candidates: Sequence[times.PreparedCache]) -> list[times.PreparedCache]:
     """Return the caches, after a dense one where none of them is."""
-    dense = [] if any(is_dense(c.spec) for c in candidates) else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
+    dense = [] if any(c.spec.exact for c in candidates) else [times.PreparedCache("dense", kvq.parse("dense"), plain)]
     return [*dense, *candidates]
 
 

@@ -31,11 +31,18 @@ class DenseCodec(Codec):
         axes = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("channels", self.channels)
         return BodySpec(axes, self.dtype)
 
+    def outlier_slots(self, heads: int) -> int:
+        return 0
+
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return rows.astype(jnp.dtype(self.dtype))
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return body
+
+    @property
+    def exact(self) -> bool:
+        return True
 
     def kernel_side(self) -> KernelSide | str:
         from kvq_jax.codecs.kernel_readers import dense
@@ -48,6 +55,7 @@ class Dense(Method):
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "exact keys and values in the model's dtype (the baseline)"
     source: ClassVar[str] = "-"
+    exact: ClassVar[bool] = True
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=1)

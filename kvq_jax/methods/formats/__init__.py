@@ -1,3 +1,5 @@
-from kvq_jax.methods.formats.method import INT_METHODS, NORMAL_FLOAT_METHODS
+"""int2 to int8 and nf2 to nf4: number formats without calibration."""
 
-__all__ = ["INT_METHODS", "NORMAL_FLOAT_METHODS"]
+from kvq_jax.methods.formats.method import TokenFormat
+
+__all__ = ["TokenFormat"]

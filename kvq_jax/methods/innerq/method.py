@@ -20,6 +20,7 @@ from kvq_jax.rope import Rope
 
 BITS = (1, 2, 3, 4, 8)
 NORM_FLOOR = 1e-3
+SLOT_BITS, SCALE_BITS, MODE_BITS = 32, 16, 1  # of a hybrid group in the paper's layout
 Mode = Literal["sym", "asym", "hybrid", "hybrid_prefill"]
 
 
@@ -70,6 +71,17 @@ class InnerQCodec(GroupedCodec):
         self, params: Tree, stats: Tree, query: Tree, body: GroupedArray, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
         return dot_rows(query, grouped_array.dequantize(body))  # the query holds the norm already
+
+    @property
+    def normalizes_channels(self) -> bool:
+        return self.normalize
+
+    def paper_bytes(self, elements: int) -> int | None:
+        """A hybrid group takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and a bit for the mode."""
+        if self.format.scheme != "hybrid":
+            return None
+        groups = elements // self.format.group_size
+        return -(-(elements * self.format.bits + groups * (SLOT_BITS + SCALE_BITS + MODE_BITS)) // 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.grouped_array import GroupFormat, resolve_group
-from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.base import Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 
@@ -32,7 +32,7 @@ class Kivi(Method):
     def windows(self) -> Windows:
         return Windows(sink=0, recent=96, block=self.group_size or 32)
 
-    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+    def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> GroupedCodec:
         own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
         bits = own or at_layer(self.bits, layer)
         if side == "k":

@@ -12,12 +12,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
-from kvq_jax.arrays import codebook_array
+from kvq_jax.arrays import codebook_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
+from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
-from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
+from kvq_jax.codecs.base import Codec, OutlierCounts, Side, rotate_keys, side_rows
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.rope import Rope
 
@@ -92,6 +93,13 @@ class KVQuantCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
+    def outlier_slots(self, heads: int) -> int:
+        return self.format.slots
+
+    def outlier_counts(self, body: CodebookArray) -> OutlierCounts:
+        assert body.outliers is not None, "a format with slots stores outliers"
+        return OutlierCounts(*sparse_outliers.counts(body.outliers))
+
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         rows = rows.astype(jnp.float32)
         clean, scale, zero, exact = self._by_channel(params, rows) if self.per_channel else self._by_token(params, rows)
@@ -116,6 +124,23 @@ class KVQuantCodec(Codec):
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
         sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual]
         return [*body.words, self._values(params), *affine, *sparse]
+
+    @property
+    def code_layout(self) -> PlaneLayout:
+        return self.format.layout
+
+    @property
+    def before_rope(self) -> bool:
+        return self.pre_rope
+
+    @property
+    def channel_group_bits(self) -> int | None:
+        return None if self.per_channel else self.format.bits
+
+    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float:
+        """b + 32 / width (tokens) or b + 32 / context (channels), + 32 * fraction for outliers and half a pointer (Appendix M)."""
+        pointer = 32 / width / 2 if pointers and self.outliers else 0
+        return self.format.bits + 32 / (context if self.per_channel else width) + 32 * self.outliers + pointer
 
     def _by_channel(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
         """(finite rows, scale, zero, which entries are outliers) for ranges of channels."""

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
+from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs.base import Codec, Side, side_rows
@@ -38,6 +39,13 @@ class PolarCodec(Codec):
 
     def body(self, batch: int, heads: int, tokens: int) -> PolarArray:
         return polar_array.specs(self.format, batch, heads, tokens)
+
+    def outlier_slots(self, heads: int) -> int:
+        return 0
+
+    @property
+    def code_layout(self) -> PlaneLayout:
+        return self.format.layout
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
         """step_i = max_t r_ti / (2^radius_bits - 1) over the prompt's valid, finite pairs from position `first` on, 1 where there are none.

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, Side
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
@@ -59,7 +58,6 @@ class _Squat(Method):
             raise ValueError(f"block_channels={width} leaves no channel to correct at head_dim {channels}: take less, or kivi")
         if side == "v" or self.lam == 0:
             return plain
-        assert isinstance(plain, GroupedCodec)  # what KIVI makes of keys
         codec = SquatCodec(
             side=side,
             format=plain.format,

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.array_types import Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs.base import Codec, CrossLayerCodec, Side
+from kvq_jax.codecs.base import Codec, CrossLayerCodec, OutlierCounts, Side
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.methods.xquant.projections import (
     Projection,
@@ -52,6 +53,20 @@ class OutlierChannel(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         exact = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("none", 1)
         return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
+
+    def outlier_slots(self, heads: int) -> int:
+        return self.coded.outlier_slots(heads)  # the exact channel lies where no data choose it
+
+    def outlier_counts(self, body: Tree) -> OutlierCounts:
+        return self.coded.outlier_counts(body[0])
+
+    @property
+    def exact(self) -> bool:
+        return self.coded.exact
+
+    @property
+    def code_layout(self) -> PlaneLayout | None:
+        return self.coded.code_layout
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         rest = rows.at[..., 0].set(0)
@@ -88,6 +103,20 @@ class _XRows(Codec):
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return jax.tree.map(lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens))
+
+    def outlier_slots(self, heads: int) -> int:
+        return self.stored.outlier_slots(1)
+
+    def outlier_counts(self, body: Tree) -> OutlierCounts:
+        return self.stored.outlier_counts(body)
+
+    @property
+    def exact(self) -> bool:
+        return self.stored.exact
+
+    @property
+    def code_layout(self) -> PlaneLayout | None:
+        return self.stored.code_layout
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.stored.quantize((), (), rows, prefill=prefill)
@@ -155,6 +184,10 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
     @property
     def starts(self) -> bool:
         return self.base
+
+    @property
+    def accumulate_flops(self) -> int:
+        return 2 * self.channels * self.width if self.latent else self.width
 
     def accumulator(self, batch: int, tokens: int) -> BodySpec:
         return BodySpec((Axis("batch", batch), Axis("tokens", tokens), Axis("model", self.width)), self.accumulator_dtype)

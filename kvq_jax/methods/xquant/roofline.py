@@ -31,6 +31,10 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from kvq_jax.array_types import ModelDims
+from kvq_jax.codecs.base import Codec, CrossLayerCodec
+from kvq_jax.methods.xquant.codec import XCodec, XCrossLayerCodec
+
+EXACT_BITS = 16  # of a row that is kept as it is
 
 
 @runtime_checkable
@@ -150,3 +154,21 @@ def paper_cost(
     if cross_layer:
         flops, read = flops + 2 * width, read + base_bits / 8 * width
     return LayerCost(flops, read, weights)
+
+
+def paper_cost_of(codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: float) -> LayerCost | None:
+    """Return `paper_cost` of a layer with these codecs of keys and values; None for those of which the paper does not speak.
+
+    base: the codec of the layer that starts the accumulator. weights: bytes of a layer's matrices.
+    """
+    k, v = codecs
+    if not (isinstance(k, XCodec | XCrossLayerCodec) and isinstance(v, XCodec | XCrossLayerCodec)):
+        return None
+    more = {"cross_layer": True, "base_bits": _bits(base)} if k.cross_layer and base and not k.cross_layer.starts else {}
+    kv_width = config.num_key_value_heads * config.head_dim
+    return paper_cost(config.hidden_size, kv_width, (_bits(k) + _bits(v)) / 2, latent=k.latent, weights=weights, **more)
+
+
+def _bits(codec: Codec) -> int:
+    """Return the bits of a code, as the paper counts them."""
+    return EXACT_BITS if codec.code_layout is None else codec.code_layout.bits

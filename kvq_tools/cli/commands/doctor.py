@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -15,14 +14,8 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec
-from kvq_jax.codecs.bias_subtracting import inner_codec
-from kvq_jax.codecs.codebook import CodebookCodec
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.plan import LayerPlan
-from kvq_jax.methods.dense import Dense
-from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from kvq_models.calibration.needs import fingerprint_of, needs
-from kvq_models.inference.memory_status import is_dense, quantizes
 from kvq_models.inference.method_parameters import calibration_hint, check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
@@ -106,19 +99,18 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
     """Describe both sides of a layer (`kv` where both are read from the same rows), why a side is left exact where it is, and why no GPU
     kernel reads it where none does (else None)."""
     skipped = index in spec.skip_layers
-    exact = {side: isinstance(method, Dense) for side, method in (("k", spec.k), ("v", spec.v))}
     if skipped:
         reason = "skip_layers names it"
-    elif is_dense(spec):
+    elif spec.exact:
         reason = "the cache is dense"
-    elif not quantizes(plan):
+    elif not plan.quantizes:
         reason = "its options keep rows as they are"
     else:
-        reason = next((f"{side} is dense" for side in exact if exact[side]), None)
+        reason = next((f"{side} is {method.name}" for side, method in (("k", spec.k), ("v", spec.v)) if method.exact), None)
     sides = {side: describe_side(codec, plan) for side, codec in zip(plan.names, plan.codecs, strict=True)}
     return {
         "layer": index,
-        "quantized": quantizes(plan),
+        "quantized": plan.quantizes,
         "reason": reason,
         "no_kernel": dispatch.unsupported(plan, query_heads, 1),
         **sides,
@@ -129,34 +121,16 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
     """Return the codec's resolved options, its stored bits for each element of keys or values, and how its codes are packed."""
     tokens = 32 * plan.regions.block
     body = codec.body(1, plan.heads, tokens)
-    coder = inner_codec(codec)
-    described = {
-        "codec": type(coder).__name__,
-        **_options(coder),
-        **({"subtract_bias": True} if coder is not codec else {}),
-        "stored_bits": 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1)),
-    }
-    if isinstance(coder, GroupedCodec):
-        layout = coder.format.layout
+    described = codec.describe()
+    described["stored_bits"] = 8 * kvq.nbytes(body) / (plan.heads * tokens * plan.head_dim * (2 if plan.joint else 1))
+    if layout := codec.code_layout:
         described["packing"] = {
-            "code_bits": coder.format.code_bits,
+            "code_bits": layout.bits,
             "plane_channels": layout.plane,
             "tokens_per_word_row": layout.slots,
             "padding_channels": layout.chunks * layout.plane - layout.channels,
         }
     return described
-
-
-def _options(value: Any) -> dict[str, Any]:
-    """Return the plain fields of a codec and of its nested dataclasses, without tables and arrays."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        entry = getattr(value, field.name)
-        if dataclasses.is_dataclass(entry):
-            found |= _options(entry)
-        elif isinstance(entry, str | int | float) and field.name != "side":
-            found[field.name] = entry
-    return found
 
 
 # --- the model ----------------------------------------------------------------------------------------------------------------------------
@@ -265,7 +239,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
     """Return the known problems of this cache with this model, one sentence each."""
     spec, found = cache.spec, []
     windows = spec.sink + spec.recent + spec.block
-    if any(map(quantizes, cache.plans)) and not spec.regions(cache.capacity).body_capacity:
+    if any(plan.quantizes for plan in cache.plans) and not spec.regions(cache.capacity).body_capacity:
         found.append(f"nothing is quantized within {cache.capacity} tokens: the exact windows hold sink + recent + block = {windows}")
     if config.rope.rope_type == "dynamic":
         found.append(
@@ -274,22 +248,29 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
         )
     if config.head_dim not in kernel_readers.HEAD_DIMS:
         found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
-    coders = [inner_codec(codec) for plan in cache.plans for codec in plan.codecs]
-    padded = {c.format.layout.chunks * c.format.layout.plane for c in coders if isinstance(c, GroupedCodec)}
-    wasteful = max(padded, default=config.head_dim)
-    if wasteful > config.head_dim:
-        found.append(f"codes of {config.head_dim} channels are padded to {wasteful} to fill words, and the padding is stored")
-    return found + _bias_warnings(cache, biases)
+    return found + _padding_warnings(cache) + _bias_warnings(cache, biases)
+
+
+def _padding_warnings(cache: kvq.Cache) -> list[str]:
+    padded: dict[int, int] = {}
+    for layout in (codec.code_layout for plan in cache.plans for codec in plan.codecs):
+        if layout is not None:
+            padded[layout.channels] = max(padded.get(layout.channels, 0), layout.chunks * layout.plane)
+    return [
+        f"codes of {channels} channels are padded to {stored} to fill words, and the padding is stored"
+        for channels, stored in sorted(padded.items())
+        if stored > channels
+    ]
 
 
 def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
     """Warn of large key biases: channels that share a scale are quantized with the step of the one with the largest constant part."""
     found = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
-        bits, largest = _bits_of_token_groups(plan.k), float(np.abs(bias).max())
+        bits, largest = plan.k.channel_group_bits, float(np.abs(bias).max())
         if bits is None or largest < LARGE_BIAS:
             continue
-        if getattr(plan.k, "normalize", False):
+        if plan.k.normalizes_channels:
             found.append(
                 f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's norm removes only its square root: "
                 "add subtract_bias=true"
@@ -301,15 +282,6 @@ def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[st
                 f"which erases smaller channels; add subtract_bias=true, or use per-channel keys (k=kivi) or skip_layers={layer}"
             )
     return found
-
-
-def _bits_of_token_groups(keys: Codec) -> int | None:
-    """Bits of codes whose scale the channels of a token share; None for other codecs, and for keys without their bias."""
-    if isinstance(keys, GroupedCodec):
-        return keys.format.code_bits if keys.format.axis == "channels" else None
-    if isinstance(keys, CodebookCodec | KVQuantCodec):
-        return keys.format.bits if keys.format.group is not None else None
-    return None
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------------

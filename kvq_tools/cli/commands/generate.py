@@ -12,7 +12,6 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import decoding
 from kvq_models.inference.generation import STREAM_STEPS
-from kvq_models.inference.memory_status import quantized_tokens
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
@@ -174,7 +173,7 @@ def _report(
         "ratio": dense / stored,
         "windows": {name: getattr(cache.spec, name) for name in ("sink", "recent", "block")},
         "bits_per_element": kvq.bits_per_element(cache.spec, request.config, cache.capacity, cache.dtype),
-        "quantized_tokens": quantized_tokens(cache, int(cache.lengths[0])),
+        "quantized_tokens": kvq.quantized_tokens(cache, int(cache.lengths[0])),
         "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(request.prompt),
         "new_tokens": len(ids),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,17 +11,11 @@ import jax.numpy as jnp
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.paper_bits import paper_bits
-from kvq_jax.codecs.bias_subtracting import inner_codec
-from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.xquant.roofline import Device
 from kvq_models.inference.memory import parameter_bytes, working_bytes
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, memory_roofline
 from kvq_tools.cli.console import format_bytes, print_json, print_table, progress
-
-MASK_BITS = 1  # of a hybrid group in the paper's layout: which quantizer it took
-SLOT_BITS = 32  # of a hybrid group in the paper's layout: 32 signs, or an fp32 zero
-SCALE_BITS = 16
 
 DESCRIPTION = """\
 Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose
@@ -126,30 +119,15 @@ def largest_context(spec: kvq.CacheSpec, config: LlamaConfig, batch: int, dtype:
 
 
 def paper_layout_bytes(cache: Cache) -> int | None:
-    """Return the bytes if InnerQ's hybrid groups were stored as its paper counts them; None where the cache has none.
-
-    A group then takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and one bit for the mode.
-    Everything else is counted as stored.
-    """
-    hybrid = list(_hybrid_bodies(cache))
-    if not hybrid:
-        return None
-    ours = theirs = 0
-    for codec, body, tokens in hybrid:
-        elements = cache.batch * cache.dims.num_key_value_heads * tokens * codec.format.channels
-        groups = elements // codec.format.group_size
-        ours += kvq.nbytes(body)
-        theirs += -(-(elements * codec.format.bits + groups * (SLOT_BITS + SCALE_BITS + MASK_BITS)) // 8)
-    return kvq.nbytes(cache) - ours + theirs
-
-
-def _hybrid_bodies(cache: Cache) -> Iterator[tuple[GroupedCodec, Any, int]]:
-    """(codec, body, tokens of the body's capacity) of each side and layer with hybrid groups."""
+    """Return the bytes of the cache if bodies were stored as their methods' papers count them (InnerQ's hybrid groups), everything else as
+    it is; None where that is how all are stored."""
+    saved = []
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         for codec, body in zip(plan.codecs, layer.body, strict=True):
-            coder = inner_codec(codec)
-            if isinstance(coder, GroupedCodec) and coder.format.scheme == "hybrid":
-                yield coder, body, plan.regions.body_capacity
+            elements = cache.batch * plan.regions.body_capacity * codec.row_width(plan.heads, plan.head_dim)
+            theirs = codec.paper_bytes(elements)
+            saved += [] if theirs is None else [kvq.nbytes(body) - theirs]
+    return kvq.nbytes(cache) - sum(saved) if saved else None
 
 
 def _print(result: dict[str, Any]) -> None:

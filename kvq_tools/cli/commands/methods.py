@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    described = [describe(kind) for kind in kvq.METHODS.values()]
+    described = [describe(method) for method in kvq.METHODS.values()]
     if options.json:
         print_json({"methods": described, "cache_options": list(CACHE_OPTIONS), "head_dim": REFERENCE_DIMS.head_dim})
         return
@@ -39,20 +39,18 @@ def run(options: argparse.Namespace) -> None:
     print("subtract_bias=true is for models whose key projection has a bias, and for methods that cache keys.")
 
 
-def describe(kind: type[Method]) -> dict[str, Any]:
-    """Return a method's declaration, and its average bits for each value of `bits` where it has such an option."""
-    fields = dataclasses.fields(kind)
-    bits = next((f.metadata["choices"] for f in fields if f.name == "bits"), ())
-    specs = [f"{kind.name}:bits={b}" for b in bits] or [kind.name]
-    windows = kind().windows()
+def describe(method: Method) -> dict[str, Any]:
+    """Return what a method declares, and its average bits for each value of `bits` where it has such an option."""
+    bits = next((option.metadata["choices"] for option in method.options() if option.name == "bits"), ())
+    specs = [f"{method.name}:bits={b}" for b in bits] or [method.name]
     return {
-        "name": kind.name,
-        "summary": kind.summary,
-        "source": kind.source,
+        "name": method.name,
+        "summary": method.summary,
+        "source": method.source,
         "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
-        "windows": dataclasses.asdict(windows),
-        "prompt_statistics": kind.has_prompt_statistics,
-        "presets": dict(kind.presets),
+        "windows": dataclasses.asdict(method.windows()),
+        "prompt_statistics": method.has_prompt_statistics,
+        "presets": dict(method.presets),
         "options": [
             {
                 "name": f.name,
@@ -61,7 +59,7 @@ def describe(kind: type[Method]) -> dict[str, Any]:
                 "per_layer": f.metadata["per_layer"],
                 "help": f.metadata["help"],
             }
-            for f in fields
+            for f in method.options()
         ],
     }
 

@@ -22,7 +22,6 @@ from kvq_jax.array_types import Integers
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec
-from kvq_jax.codecs.bias_subtracting import BiasSubtracting, bias_of, inner_codec
 from kvq_jax.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
@@ -90,10 +89,8 @@ def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: Integers, sam
 
 
 def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
-    """What is subtracted from keys before they are cached, fp32; None where nothing is."""
-    if not isinstance(codec, BiasSubtracting):
-        return None
-    return bias_of(codec.from_weights(layer_weights(layer)), layer.config.head_dim)
+    """Return what is subtracted from keys before they are cached, fp32; None where nothing is."""
+    return codec.subtracted_bias(codec.from_weights(layer_weights(layer)), layer.config.head_dim)
 
 
 def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None) -> dict[str, np.ndarray]:
@@ -127,7 +124,7 @@ def _rows(
     recorded = store.read(need.layer, need.side)
     samples, length, heads, head_dim = recorded[0].shape
     rows, gradients = (np.empty((samples, length - sink, heads, head_dim), np.float32) for _ in recorded)
-    rotates = need.side == "k" and not getattr(inner_codec(need.codec), "pre_rope", False)
+    rotates = need.side == "k" and not need.codec.before_rope
     for index in range(samples):
         row, gradient = (jnp.asarray(array[index]) for array in recorded)
         gradient = gradient.astype(jnp.float32) / length

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from kvq_jax.cache.cache import CacheDims
+from kvq_jax.array_types import Axis, RowsBKTH
+from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.cache.cache import CacheDims, plans
+from kvq_jax.codecs.base import Codec, OutlierCounts, Side, side_rows
+from kvq_jax.codecs.grouped import GroupedCodec
+from kvq_jax.methods.base import Method, Windows, option
+from kvq_jax.methods.registry import METHODS
+from kvq_jax.pytree import describe, pytree
 from tests.methods_table import MethodCase, cases
 
 DIMS = CacheDims(3, 4, 2, 32, 128)
@@ -69,3 +82,112 @@ def test_windows_count_and_fade_with_the_context():
 
 def test_dense_bytes_are_those_of_a_plain_cache():
     assert kvq.dense_nbytes(CacheDims(2, 8, 2, 128, 1024), 3, 100) == 2 * 2 * 3 * 2 * 100 * 128 * 2
+
+
+# A method that nothing else knows: the sign of each entry, the mean size of each head's row, and the largest entry of each head exact
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class SignsAndLargest:
+    """signs [B, K, S, H] int8, size [B, K, S], and of the largest entry its channel and value [B, K, S], -1 where a row is zero."""
+
+    signs: Int[Array, "B K S H"]
+    size: Float[Array, "B K S"]
+    channel: Int[Array, "B K S"]
+    largest: Float[Array, "B K S"]
+
+
+@dataclasses.dataclass(frozen=True)
+class UncountedCodec(Codec):
+    side: Side
+    channels: int
+
+    def rows(self, params, inputs) -> RowsBKTH:
+        return side_rows(inputs, self.side)
+
+    def body(self, batch: int, heads: int, tokens: int) -> SignsAndLargest:
+        axes = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens)
+        one, channel = BodySpec(axes, "float32"), BodySpec(axes, "int16")
+        signs = BodySpec((*axes, Axis("channels", self.channels)), "int8")
+        return describe(SignsAndLargest, signs=signs, size=one, channel=channel, largest=one)
+
+    def outlier_slots(self, heads: int) -> int:
+        return heads
+
+    def quantize(self, params, stats, rows, *, prefill) -> SignsAndLargest:
+        channel = jnp.argmax(jnp.abs(rows), axis=-1)
+        largest = jnp.take_along_axis(rows, channel[..., None], axis=-1)[..., 0]
+        size = jnp.mean(jnp.abs(rows), axis=-1)
+        return SignsAndLargest(jnp.sign(rows).astype(jnp.int8), size, jnp.where(size > 0, channel, -1).astype(jnp.int16), largest)
+
+    def dequantize(self, params, stats, body) -> RowsBKTH:
+        here = jnp.arange(self.channels) == body.channel[..., None]
+        return jnp.where(here, body.largest[..., None], body.signs * body.size[..., None])
+
+
+class CountedCodec(UncountedCodec):
+    def outlier_counts(self, body) -> OutlierCounts:
+        kept = jnp.sum(body.channel >= 0, axis=1, dtype=jnp.int32)
+        return OutlierCounts(kept, jnp.zeros_like(kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy(Method):
+    name: ClassVar[str] = "toy"
+    summary: ClassVar[str] = "signs"
+    source: ClassVar[str] = "-"
+
+    counted: bool = option(True, "count outliers")
+
+    def windows(self) -> Windows:
+        return Windows(sink=1, recent=2, block=4)
+
+    def codec(self, side, layer, dims, block, dtype) -> Codec:
+        return (CountedCodec if self.counted else UncountedCodec)(side, dims.head_dim)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(METHODS, "toy", Toy())
+    yield
+    plans.cache_clear()
+
+
+@pytest.mark.parametrize("wrapped", ["", "subtract_bias=true"])
+def test_an_unknown_methods_outliers_are_counted(toy: None, wrapped: str):
+    assert kvq.outlier_fraction(f"toy:{wrapped}".rstrip(":"), DIMS) == 1 / DIMS.head_dim
+    assert kvq.outlier_fraction(f"k=toy+v=kivi{wrapped and '+cache:'}{wrapped}", DIMS) == 0.5 / DIMS.head_dim
+    assert kvq.body_bits_per_element("toy", DIMS) == 8 + (32 + 16 + 32) / DIMS.head_dim
+
+
+def test_an_unknown_methods_outliers_in_a_cache_are_those_of_its_live_tokens(toy: None):
+    cache = kvq.init_cache("toy", DIMS, 2, 40, "float32")
+    lengths = np.asarray([3 + 8 + 1, 2], np.int32)  # sink 1, recent 2: two blocks of 4 of the first row have aged, none of the second
+    bodies = []
+    for side in range(2):
+        rows = jnp.ones((2, DIMS.num_key_value_heads, cache.plans[0].regions.body_capacity, DIMS.head_dim))
+        bodies.append(cache.plans[0].codecs[side].quantize((), (), rows.at[:, 0, 5].set(0), prefill=True))  # a row without an outlier
+    layers = tuple(dataclasses.replace(layer, body=tuple(bodies)) for layer in cache.layers)
+    filled = dataclasses.replace(cache, layers=layers, lengths=jnp.asarray(lengths))
+    assert kvq.dropped_outliers(filled) == (0, DIMS.num_hidden_layers * 2 * (8 * DIMS.num_key_value_heads - 1))
+
+
+def test_slots_whose_contents_a_codec_does_not_count_are_refused_by_its_name(toy: None):
+    with pytest.raises(NotImplementedError, match="UncountedCodec has slots for outliers: define its outlier_counts"):
+        kvq.dropped_outliers(kvq.init_cache("toy:counted=false", DIMS, 1, 40))
+    assert kvq.dropped_outliers(kvq.init_cache("kivi", DIMS, 1, 40)) == (0, 0), "control: what has no slots needs no count"
+
+
+def test_a_codec_that_stores_its_own_arrays_says_how_many_outliers_they_hold():
+    with pytest.raises(TypeError, match="GroupedAndMore defines body, so it must define outlier_slots too"):
+
+        class GroupedAndMore(GroupedCodec):
+            def body(self, batch, heads, tokens):
+                return super().body(batch, heads, tokens), SignsAndLargest
+
+    with pytest.raises(TypeError, match="Silent defines body, so it must define outlier_slots too"):
+
+        class Silent(Codec):
+            def body(self, batch, heads, tokens):
+                return ()

@@ -189,7 +189,7 @@ def test_a_header_that_a_method_stumbles_over_is_refused(saved: pathlib.Path, mo
         def stumble(*_, error=error):
             raise error
 
-        monkeypatch.setattr(kvq.METHODS["kivi"], "codec", stumble)
+        monkeypatch.setattr(type(kvq.METHODS["kivi"]), "codec", stumble)
         plans.cache_clear()
         with pytest.raises(ValueError, match=ONE_LINE.format("the header does not describe a cache")):
             kvq.load_cache(saved)

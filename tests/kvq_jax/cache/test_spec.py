@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +39,16 @@ def values(field: dataclasses.Field) -> st.SearchStrategy:
     return st.booleans() if isinstance(field.default, bool) else st.sampled_from([0, 8, 16, 32])
 
 
-def method(kind: type[Method]) -> st.SearchStrategy[Method]:
+def method(default: Method) -> st.SearchStrategy[Method]:
     """Options that stand for others are drawn without them."""
-    drawn = {f.name: values(f) for f in dataclasses.fields(kind)}
-    given = [{f: drawn[f] for f in drawn if f not in others} for others in kind.replaces.values()]
-    left_out = {f: drawn[f] for f in drawn if f not in kind.replaces}
-    return st.one_of([st.builds(kind, **options) for options in (left_out, *given)])
+    drawn = {f.name: values(f) for f in default.options()}
+    given = [{f: drawn[f] for f in drawn if f not in others} for others in default.replaces.values()]
+    left_out = {f: drawn[f] for f in drawn if f not in default.replaces}
+    return st.one_of([st.builds(functools.partial(dataclasses.replace, default), **options) for options in (left_out, *given)])
 
 
 def methods(keys: bool = True) -> st.SearchStrategy[Method]:
-    return st.one_of([method(kind) for kind in kvq.METHODS.values() if keys or not kind.keys_only])
+    return st.one_of([method(default) for default in kvq.METHODS.values() if keys or not default.keys_only])
 
 
 def specs() -> st.SearchStrategy[kvq.CacheSpec]:
@@ -62,6 +63,11 @@ def specs() -> st.SearchStrategy[kvq.CacheSpec]:
 def test_parse_inverts_str(spec: kvq.CacheSpec):
     assert kvq.parse(str(spec)) == spec
     assert hash(kvq.parse(str(spec))) == hash(spec)
+
+
+def test_a_name_alone_is_the_method_that_the_registry_has_under_it():
+    for name, method in kvq.METHODS.items():
+        assert (kvq.parse(name).k, method.name, str(kvq.parse(name))) == (method, name, name)
 
 
 @cases()
@@ -210,7 +216,7 @@ def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[s
 
 
 def test_a_spec_built_by_hand_is_checked_before_it_is_used():
-    polar, dense = (kvq.METHODS[name]() for name in ("polarquant", "dense"))
+    polar, dense = (kvq.METHODS[name] for name in ("polarquant", "dense"))
     for spec, message in (
         (kvq.CacheSpec(dense, polar, 0, 0, 128), "write v=dense"),
         (kvq.CacheSpec(dense, dense, 0, 0, 0), "block=0 is too small"),
@@ -222,8 +228,8 @@ def test_a_spec_built_by_hand_is_checked_before_it_is_used():
 
 
 def test_no_method_makes_a_block_of_nothing():
-    for name, kind in kvq.METHODS.items():
-        if "group_size" in {f.name for f in dataclasses.fields(kind)}:
+    for name, method in kvq.METHODS.items():
+        if "group_size" in {option.name for option in method.options()}:
             spec = kvq.parse(f"{name}:group_size=0")
             assert spec.block >= 1, name
             assert kvq.init_cache(spec, DIMS, 1, 300).layers, name

@@ -288,9 +288,9 @@ def test_a_preset_stands_for_the_papers_options_and_a_given_option_wins(preset: 
     assert kvq.parse(str(kvq.parse(preset))) == kvq.parse(preset)
 
 
-@pytest.mark.parametrize("kind", [kvq.METHODS["squat"], kvq.METHODS["squat_pre"]])
-def test_every_preset_fits_a_model_of_head_dim_128(kind):
-    specs = {name: kvq.parse(f"{kind.name}:preset={name}") for name in kind.presets}
+@pytest.mark.parametrize("method", [kvq.METHODS["squat"], kvq.METHODS["squat_pre"]])
+def test_every_preset_fits_a_model_of_head_dim_128(method):
+    specs = {name: kvq.parse(f"{method.name}:preset={name}") for name in method.presets}
     for spec in specs.values():
         spec.layer(0, CacheDims(1, 8, 2, 128, 1024), 256, "bfloat16")
         assert (spec.sink, spec.recent, spec.block) == (0, 0, 32)

@@ -193,13 +193,13 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
     found = {method["name"]: method for method in run_json("methods")["methods"]}
     assert list(found) == list(kvq.METHODS)
     _, text, _ = run("methods")
-    for name, kind in kvq.METHODS.items():
-        assert f"{name}: {kind.summary}" in text
+    for name, method in kvq.METHODS.items():
+        assert f"{name}: {method.summary}" in text
         for option in found[name]["options"]:
             assert option["name"] in text, f"{name}: option {option['name']} is not printed"
-        assert found[name]["presets"] == kind.presets
-        for preset in kind.presets:
-            assert f"preset={preset}: {kind.presets[preset]}" in text
+        assert found[name]["presets"] == method.presets
+        for preset in method.presets:
+            assert f"preset={preset}: {method.presets[preset]}" in text
         for spec, bits in found[name]["average_bits"].items():
             kvq.parse(spec)
             assert 1 < bits <= 16, f"{spec} stores {bits} bits"

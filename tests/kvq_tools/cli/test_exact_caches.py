@@ -8,7 +8,6 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import save_llama
-from kvq_models.inference.memory_status import is_dense, quantized_tokens, quantizes
 from kvq_tools.cli.commands import doctor
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
@@ -29,15 +28,15 @@ def layout(spec):
 
 @pytest.mark.parametrize("spec", EXACT)
 def test_a_cache_whose_layers_keep_all_rows_quantizes_no_token(spec):
-    assert quantized_tokens(layout(spec), 1024) == 0
+    assert kvq.quantized_tokens(layout(spec), 1024) == 0
 
 
 @pytest.mark.parametrize("spec", CODED)
 def test_a_cache_that_codes_a_side_of_one_layer_quantizes_what_leaves_its_windows(spec):
     cache = layout(spec)
-    assert not is_dense(cache.spec)
-    assert quantized_tokens(cache, 1024) == cache.spec.regions(1024).body(1024) > 0
-    assert quantized_tokens(cache, cache.spec.sink + cache.spec.recent) == 0
+    assert not cache.spec.exact
+    assert kvq.quantized_tokens(cache, 1024) == cache.spec.regions(1024).body(1024) > 0
+    assert kvq.quantized_tokens(cache, cache.spec.sink + cache.spec.recent) == 0
 
 
 def test_doctor_calls_a_layer_quantized_where_it_is():
@@ -47,7 +46,7 @@ def test_doctor_calls_a_layer_quantized_where_it_is():
         (False, "its options keep rows as they are"),
         (False, "skip_layers names it"),
     ]
-    assert [quantizes(plan) for plan in layout("xquant:bits=16@0/4").plans] == [False, True]
+    assert [plan.quantizes for plan in layout("xquant:bits=16@0/4").plans] == [False, True]
 
 
 @pytest.fixture(scope="module")
