@@ -89,8 +89,8 @@ class LayerWeights:
 
     k_kernel: Float[Array, "D KH"]
     v_kernel: Float[Array, "D KH"]
-    k_bias: Float[Array, " KH"] | None
-    v_bias: Float[Array, " KH"] | None
-    k_norm: Float[Array, " H"] | None
     input_norm: Float[Array, " D"]
     norm_eps: Float[Array, ""]
+    k_bias: Float[Array, " KH"] | None = None
+    v_bias: Float[Array, " KH"] | None = None
+    k_norm: Float[Array, " H"] | None = None
