@@ -144,8 +144,9 @@ def _advance(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hidde
     hidden = llama.embed_tokens(tokens)
     for layer in llama.layers:
         own = layer.attention_inputs(hidden, step.positions, step.valid, rope)
-        extra = dict(q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
-        attention, step = append_and_attend(step, own.q_rot, own.k_rot, own.v, **extra)
+        attention, step = append_and_attend(
+            step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
+        )
         hidden = _by_chunks(layer.finish, hidden, attention)
     return hidden, finish(step)
 
