@@ -15,7 +15,7 @@ import kvq_jax as kvq
 from tests.kvq_jax.layer_runs import row_errors
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "own_model.md"
-QUANTIZED = ("kivi:bits=4,recent=32", "innerq:bits=3,recent=32", "kvquant:bits=3,outliers=0.05", "xquant:bits=4")
+QUANTIZED = ("kivi:bits=4,recent=32", "innerq:bits=3,recent=32", "kvquant:bits=4,outliers=0.05", "xquant:bits=4")
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,16 @@ def plain(page: dict[str, Any]) -> np.ndarray:
 def test_the_exact_cache_gives_what_plain_attention_gives(page: dict[str, Any], plain: np.ndarray):
     logits, cache = page["results"]["dense"]
     assert row_errors(logits, plain).max() < 1e-5
-    assert row_errors(logits[:, 1:], plain[:, :-1]).min() > 0.1, "logits of the token before would pass"
+    assert np.median(row_errors(logits[:, 1:], plain[:, :-1])) > 0.1, "logits of the token before would pass"
     assert np.asarray(cache.lengths).tolist() == [200, 137]
 
 
 @pytest.mark.parametrize("spec", QUANTIZED)
 def test_quantized_caches_are_close_and_smaller(page: dict[str, Any], plain: np.ndarray, spec: str):
     (logits, cache), dense = page["results"][spec], page["results"]["dense"][1]
-    error = row_errors(logits, plain)
-    assert 1e-4 < error.mean() < 0.1, f"mean relative error {error.mean():.4f}"
-    assert page["divergence"](logits, plain) < 0.02 < page["divergence"](logits[:, 1:], plain[:, :-1])
-    assert kvq.nbytes(cache) < 0.6 * kvq.nbytes(dense)
+    assert 1e-3 < page["divergence"](logits, plain) < 0.03
+    assert page["divergence"](logits[:, 1:], plain[:, :-1]) > 0.3, "predictions of the token before would pass"
+    assert kvq.nbytes(cache) < 0.65 * kvq.nbytes(dense)
     assert np.asarray(cache.lengths).tolist() == [200, 137]
 
 
