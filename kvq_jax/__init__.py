@@ -2,11 +2,14 @@
 
 import kvq_jax as kvq
 
-spec = kvq.parse("innerq:bits=2")
-cache = kvq.init_cache(spec, config, batch=1, capacity=4096)
+cache = kvq.init_cache("innerq:bits=2", kvq.CacheDims(32, 32, 8, 128, 4096), batch=1, capacity=4096)
+
+step = kvq.begin(cache, tokens=1, prefill=False)      # in a decode step of any model
+out, step = kvq.append_and_attend(step, q, k, v)      # in place of each layer's attention
+cache = kvq.finish(step)
 """
 
-from kvq_jax.array_types import ArraySpec, Axis, LayerInputs
+from kvq_jax.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
 from kvq_jax.cache.accounting import (
     bits_per_element,
     body_bits_per_element,
@@ -17,13 +20,15 @@ from kvq_jax.cache.accounting import (
     outlier_fraction,
     quantized_tokens,
 )
-from kvq_jax.cache.cache import Cache, axes, init_cache, layout
+from kvq_jax.cache.cache import Cache, CacheDims, axes, init_cache, layout
+from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, select_rows, trim
 from kvq_jax.cache.serialization import fingerprint, load_cache, save_cache
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.methods.registry import METHODS
-from kvq_jax.rope import Rope
+from kvq_jax.rope import Rope, rotate
 
 __version__ = "0.1.0"  # the distribution's: pyproject.toml reads it here
 
@@ -32,17 +37,25 @@ __all__ = [
     "ArraySpec",
     "Axis",
     "Cache",
+    "CacheDims",
     "CacheSpec",
     "LayerInputs",
+    "LayerWeights",
+    "ModelDims",
     "Rope",
+    "Step",
     "__version__",
+    "append_and_attend",
     "axes",
+    "begin",
     "bits_per_element",
     "body_bits_per_element",
+    "calibrate_layer",
     "components",
     "dense_nbytes",
     "dropped_outliers",
     "fingerprint",
+    "finish",
     "init_cache",
     "layout",
     "load_cache",
@@ -50,8 +63,10 @@ __all__ = [
     "nbytes",
     "outlier_fraction",
     "parse",
+    "prepare_layer",
     "quantized_tokens",
     "repeat_rows",
+    "rotate",
     "roundtrip",
     "roundtrip_layer",
     "save_cache",

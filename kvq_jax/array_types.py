@@ -175,8 +175,8 @@ class LayerWeights:
 
     k_kernel: Float[ArrayOrSpec, "D KH"]
     v_kernel: Float[ArrayOrSpec, "D KH"]
-    k_bias: Float[ArrayOrSpec, " KH"] | None
-    v_bias: Float[ArrayOrSpec, " KH"] | None
-    k_norm: Float[ArrayOrSpec, " H"] | None
     input_norm: Float[ArrayOrSpec, " D"]
     norm_eps: Float[ArrayOrSpec, ""]
+    k_bias: Float[ArrayOrSpec, " KH"] | None = None
+    v_bias: Float[ArrayOrSpec, " KH"] | None = None
+    k_norm: Float[ArrayOrSpec, " H"] | None = None

@@ -125,7 +125,7 @@ def _read_packed(
     keys, values = (codec.kernel_arrays(p, b) for codec, p, b in zip(plan.codecs, view.params, view.body, strict=True))
     if isinstance(key_side, Rotated):
         if view.rope is None:
-            raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
+            raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
         key_side = dataclasses.replace(key_side, sink=plan.regions.sink)
         keys = [*keys, view.rope.inverse_frequencies, view.rope.attention_factor]
     found = decode_attention(

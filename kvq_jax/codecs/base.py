@@ -293,12 +293,12 @@ def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBK
     """Return the rows that a method keeps for a side. Raises ValueError, naming it, where the caller did not supply them."""
     rows = inputs.v if side == "v" else inputs.k_pre if pre_rope else inputs.k_rot
     if rows is None:
-        raise ValueError("this method caches keys before RoPE, but LayerInputs.k_pre is None")
+        raise ValueError("this method caches keys before RoPE and needs k_pre: it is None")
     return rows
 
 
 def rotate_keys(rows: RowsBKTH, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
     """Return keys after RoPE from keys that were cached before it. Raises ValueError without `rope`."""
     if rope is None:
-        raise ValueError("keys cached before RoPE need LayerInputs.rope to be read")
+        raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
     return rotate(rows, positions, rope)

@@ -158,7 +158,7 @@ def check_bias(weights: LayerWeights) -> None:
 def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
     """The bias of each KV head, fp32. ValueError where parameters were not prepared."""
     if not params:
-        raise ValueError(f"{OPTION} needs the key projection's bias: prepare(llama, spec) attaches it")
+        raise ValueError(f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare attaches it")
     return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
 
 
@@ -183,5 +183,5 @@ def _own(params: Tree) -> Tree:
 
 def _given(rope: Rope | None) -> Rope:
     if rope is None:
-        raise ValueError(f"{OPTION} needs LayerInputs.rope, by which the bias is rotated")
+        raise ValueError(f"{OPTION} needs the model's rope, by which the bias is rotated: it is None")
     return rope

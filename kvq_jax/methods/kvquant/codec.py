@@ -186,7 +186,7 @@ class KVQuantCodec(Codec):
 
     def _parameter(self, params: Tree, name: str) -> Array:
         if not params:
-            raise ValueError(f"kvquant needs calibrated {name} of {self.side}: prepare(llama, spec, calibration) attaches them")
+            raise ValueError(f"kvquant needs calibrated {name} of {self.side}: kvq.prepare_layer or kvq_models.prepare attaches them")
         return params[name]
 
 

@@ -44,7 +44,7 @@ class SquatCodec(GroupedCodec):
         """From the queries of all valid tokens, those of the sink too: it is their keys that stay exact."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
-            option = f"ahead={self.ahead} needs LayerInputs.q_pre and rope" if self.ahead else "queries=before_rope needs LayerInputs.q_pre"
+            option = f"ahead={self.ahead} needs q_pre and the model's rope" if self.ahead else "queries=before_rope needs q_pre"
             raise ValueError(f"{option}, not None")
         counted = inputs.valid
         if self.shared:

@@ -261,5 +261,5 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
 
 def _given(rows: Float[Array, "B T D"] | None, name: str) -> Float[Array, "B T D"]:
     if rows is None:
-        raise ValueError(f"this method caches the layer's input, but LayerInputs.{name} is None")
+        raise ValueError(f"this method caches the layer's input and needs {name}: it is None")
     return rows

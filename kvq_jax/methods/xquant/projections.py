@@ -26,7 +26,7 @@ Projection = Mapping[str, Array]
 def own_parameters(params: Tree) -> dict[str, Tree]:
     """`params`, or a ValueError that says how to make them."""
     if not params:
-        raise ValueError("xquant rebuilds keys and values from the model's projections: call llama = prepare(llama, spec) first")
+        raise ValueError("xquant rebuilds keys and values from the layer's weights: kvq.prepare_layer or kvq_models.prepare attaches them")
     return params
 
 
@@ -94,7 +94,7 @@ def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float
 def rotated_keys(own: Projection, rows: Float[Array, "B 1 T C"], heads: int, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
     """Keys after RoPE, fp32."""
     if rope is None:
-        raise ValueError("keys rebuilt from the layer's input need LayerInputs.rope to be rotated")
+        raise ValueError("keys rebuilt from the layer's input need the model's rope to be rotated: it is None")
     return rotate(project(own, rows, heads), positions, rope)
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.array_types import ArraySpec, ModelDims
-from kvq_jax.cache.cache import dims_of, plans
+from kvq_jax.cache.cache import dims_of
+from kvq_jax.cache.parameters import parameter_plans
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method
@@ -38,7 +39,7 @@ def needs(spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
     """
     found = {}
     dims = dims_of(config)
-    for layer, plan in enumerate(plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")):
+    for layer, plan in enumerate(parameter_plans(spec, dims)):
         sides: tuple[tuple[Side, Method, Codec], ...] = (("k", spec.k, plan.k), ("v", spec.v, plan.v))
         for side, method, codec in sides:
             parameters = codec.parameters(dims.num_key_value_heads)

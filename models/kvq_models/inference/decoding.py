@@ -25,7 +25,7 @@ from kvq_jax.array_types import Integers, LengthsB
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, dims_of
-from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
@@ -63,8 +63,9 @@ def prefill_program(
     llama: Llama, cache: Cache, tokens: Array, lengths: Array, all_logits: bool, implementation: Implementation = None
 ) -> tuple[Array, Cache]:
     """Run the compiled part of `prefill`, without its checks; for callers that checked, or compile ahead of time."""
-    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(prefill_layer, implementation=implementation))
+    parameters = parameters_for(llama, cache.spec)
+    step = begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters, implementation=implementation)
+    hidden, cache = _advance(llama, step, tokens)
     if all_logits:
         return llama.logits(hidden), cache
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
@@ -88,11 +89,11 @@ def decode_step(
     """
     check_dims(llama, cache)
     tokens = token if token.ndim == 2 else token[:, None]
-    valid = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None] < cache.capacity
-    if active is not None:
-        valid &= active[:, None]
-    hidden, cache = _advance(llama, cache, tokens, valid, functools.partial(decode_layer, implementation=implementation))
-    logits = jnp.where(valid[..., None], llama.logits(hidden), jnp.nan)
+    lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
+    parameters = parameters_for(llama, cache.spec)
+    step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters, implementation=implementation)
+    hidden, cache = _advance(llama, step, tokens)
+    logits = jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan)
     return (logits if token.ndim == 2 else logits[:, 0]), cache
 
 
@@ -145,36 +146,30 @@ def decode_scan(
     """
     length = tokens.shape[1]
     steps = -(-length // step)
+    parameters = parameters_for(llama, cache.spec)
     padded = [jnp.pad(a, ((0, 0), (0, steps * step - length), *((0, 0),) * (a.ndim - 2))) for a in (tokens, *beside)]
 
     def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
         now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
-        index = jnp.arange(step)[None]
-        valid = (i * step + index < lengths[:, None]) & (cache.lengths[:, None] + index < cache.capacity)
-        hidden, cache = _advance(llama, cache, now, valid, decode_layer)
-        return cache, reduce(jnp.where(valid[..., None], llama.logits(hidden), jnp.nan), *others)
+        begun = begin(cache, step, lengths - i * step, prefill=False, parameters=parameters)
+        hidden, cache = _advance(llama, begun, now)
+        return cache, reduce(jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan), *others)
 
     cache, terms = lax.scan(one, cache, jnp.arange(steps))
     return jax.tree.map(lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms), cache
 
 
-def _advance(
-    llama: Llama, cache: Cache, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"], layer_step: Callable
-) -> tuple[HiddenBTD, Cache]:
-    """Run all layers over new tokens. `layer_step` is `prefill_layer` or `decode_layer`."""
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    rope = rope_for(llama.config, cache.capacity)
+def _advance(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
+    """Run all layers over the tokens of a step."""
+    rope = rope_for(llama.config, step.cache.capacity)
     hidden = llama.embed_tokens(tokens)
-    parameters = parameters_for(llama, cache.spec)
-    states, carry = [], ()
-    step = jax.jit(layer_step, static_argnums=0)  # equal layers are traced and lowered once
-    for layer, plan, own, state in zip(llama.layers, cache.plans, parameters, cache.layers, strict=True):
-        inputs = layer.attention_inputs(hidden, positions, valid, rope)
-        attention, state, carry = step(plan, own, state, inputs, carry)
+    for layer in llama.layers:
+        own = layer.attention_inputs(hidden, step.positions, step.valid, rope)
+        attention, step = append_and_attend(
+            step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
+        )
         hidden = _by_chunks(layer.finish, hidden, attention)
-        states.append(state)
-    lengths = cache.lengths + jnp.sum(valid, axis=1, dtype=jnp.int32)
-    return hidden, Cache(tuple(states), lengths, cache.spec, cache.dims, cache.capacity, cache.dtype)
+    return hidden, finish(step)
 
 
 def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N T H"]) -> HiddenBTD:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from kvq_jax.array_types import Tree
-from kvq_jax.cache.cache import CacheDims, dims_of, plans
+from kvq_jax.cache.cache import CacheDims, dims_of
+from kvq_jax.cache.parameters import parameter_plans, prepare_layer
 from kvq_jax.cache.spec import CacheSpec, parse
-from kvq_jax.codecs.base import Codec
-from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
 from kvq_models.calibration.needs import fingerprint, needs
@@ -74,6 +73,9 @@ def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
     no error, nor are those that were put into the model by hand, of which nothing is known.
     """
     carried = llama.cache_parameters
+    needed = [asked for layer in _purpose(spec, dims_of(llama.config)) for asked in layer if asked]
+    if needed and not carried:
+        raise ValueError(f"the model carries no parameters, and the cache {str(spec)!r} needs those for {needed[0]!r}: prepare makes them")
     made_for = getattr(carried, "made_for", None)
     if made_for is not None:
         for layer, (made, needed) in enumerate(zip(made_for, _purpose(spec, dims_of(llama.config)), strict=True)):
@@ -109,19 +111,17 @@ def calibration_hint(spec: CacheSpec) -> str:
 
 def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, progress: Progress | None) -> CacheParameters | tuple[()]:
     """Return the parameters of every layer; () where no side of any layer needs any."""
-    sides: dict[tuple[int, str], Any] = {}
+    calibrated: dict[int, dict[Side, dict[str, np.ndarray]]] = {}
     if calibration is not None:
         for name, need in needs(spec, llama.config).items():
-            sides[need.layer, need.side] = {own: jnp.asarray(calibration.tensors[f"{name}.{own}"]) for own in need.parameters}
+            own = {parameter: calibration.tensors[f"{name}.{parameter}"] for parameter in need.parameters}
+            calibrated.setdefault(need.layer, {})[need.side] = own
     dims = dims_of(llama.config)
-    weighted = [i for i, plan in enumerate(_plans(spec, dims)) if plan.k.takes_weights or plan.v.takes_weights]
-    for layer in progress(weighted, "preparing layers") if progress else weighted:
-        pair = _plans(spec, dims)[layer].from_weights(layer_weights(llama.layers[layer]))
-        sides |= {(layer, side): sides.get((layer, side), {}) | own for side, own in zip(("k", "v"), pair, strict=True) if own}
-    if not sides:
-        return ()
-    layers = ((sides.get((layer, "k"), ()), sides.get((layer, "v"), ())) for layer in range(llama.config.num_hidden_layers))
-    return CacheParameters(layers, _purpose(spec, dims))
+    layers: list[tuple[Tree, Tree]] = [((), ())] * len(llama.layers)
+    needed = [i for i, sides in enumerate(_purpose(spec, dims)) if any(sides)]
+    for layer in progress(needed, "preparing layers") if progress else needed:
+        layers[layer] = prepare_layer(spec, dims, layer, weights=layer_weights(llama.layers[layer]), calibrated=calibrated.get(layer))
+    return CacheParameters(layers, _purpose(spec, dims)) if needed else ()
 
 
 @functools.cache
@@ -132,8 +132,4 @@ def _purpose(spec: CacheSpec, dims: CacheDims) -> Purpose:
         options = codec.calibration_key() if codec.parameters(dims.num_key_value_heads) else codec.weights_key()
         return f"{method.name}:{options}" if options else ""
 
-    return tuple((side(spec.k, plan.k), side(spec.v, plan.v)) for plan in _plans(spec, dims))
-
-
-def _plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
-    return plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")
+    return tuple((side(spec.k, plan.k), side(spec.v, plan.v)) for plan in parameter_plans(spec, dims))

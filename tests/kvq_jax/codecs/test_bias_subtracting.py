@@ -144,7 +144,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs the key projection's bias: prepare\(llama, spec\) [^\n]+\Z"):
         codec.rows((), inputs)
     weights = layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH))
-    with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs LayerInputs.rope, [^\n]+\Z"):
+    with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs the model's rope, [^\n]+\Z"):
         codec.rows(codec.from_weights(weights), dataclasses.replace(inputs, rope=None))
     with pytest.raises(ValueError, match=r"\Asubtract_bias=true: [^\n]+ has no bias; [^\n]+\Z"):
         check_bias(layer_weights(HEADS, WIDTH))

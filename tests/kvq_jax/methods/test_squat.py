@@ -16,7 +16,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.rope import rotate
-from tests.kvq_jax.layer_runs import CAPACITY, DIMS, Sequences, differences, empty, live, prefill, run, sequences
+from tests.kvq_jax.layer_runs import CAPACITY, DIMS, ROUNDING, Sequences, beyond_rounding, empty, live, prefill, row_errors, run, sequences
 
 SPEC = "squat:rank=3,lam=0.01,solver=eigh,recent=4,block=16"
 KIVI = "kivi:recent=4,block=16"
@@ -111,8 +111,8 @@ class TestSubspace:
             _, after = run(plan, state, tokens, prompt, FULL)
             codes[name] = {n: a for n, a in live(plan, after, FULL).items() if not n.startswith("stats")}
         _, after = run(plain, plain_state, tokens, ZERO, FULL)
-        assert not differences(codes["none"], live(plain, after, FULL))
-        assert differences(codes["prompt"], live(plain, after, FULL)), "a subspace changes no code"
+        assert not beyond_rounding(codes["none"], live(plain, after, FULL))
+        assert beyond_rounding(codes["prompt"], live(plain, after, FULL)), "a subspace changes no code"
 
     def test_generated_tokens_and_later_prompts_leave_it(self):
         plan, state = empty(SPEC)
@@ -195,7 +195,7 @@ class TestSubspace:
         plain, turned = (np.asarray(key_codec(f"{spec}{o}").prompt_statistics((), inputs, 0)) for o in ("", f",ahead={ahead}"))
         assert np.abs(plain - turned).max() > 1e-2
         for missing in ("q_pre", "rope"):
-            with pytest.raises(ValueError, match=r"ahead=20 needs LayerInputs.q_pre and rope"):
+            with pytest.raises(ValueError, match=r"ahead=20 needs q_pre and the model's rope"):
                 key_codec(f"{spec},ahead={ahead}").prompt_statistics((), dataclasses.replace(inputs, **{missing: None}), 0)
 
     def test_shared_it_is_the_first_rows_for_all_and_so_depends_on_the_batch(self):
@@ -216,8 +216,8 @@ def test_without_weight_it_is_kivi():
     assert empty("squat:bits=3,lam=0.1")[0].codecs != empty("kivi:bits=3")[0].codecs
     inputs = tokens.window(ZERO, FULL, CAPACITY)
     tiny, wanted = (kvq.roundtrip_layer(s, inputs)[0] for s in ("squat:lam=1e-30", "kivi"))
-    np.testing.assert_array_equal(tiny, wanted)
-    assert np.abs(np.asarray(kvq.roundtrip_layer("squat:lam=0.1", inputs)[0] - wanted)).max() > 0.1
+    assert row_errors(tiny, wanted).max() <= ROUNDING
+    assert row_errors(kvq.roundtrip_layer("squat:lam=0.1", inputs)[0], wanted).max() > 0.1
 
 
 def test_the_whole_error_is_nearly_orthogonal_to_the_prompts_strongest_queries():

@@ -18,7 +18,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer import cross_layer
 from kvq_jax.methods.xquant.projections import factored, project, weighted_values
-from tests.kvq_jax.layer_runs import STEP, decode, differences, live, parameters_of, prefill, sequences
+from tests.kvq_jax.layer_runs import STEP, beyond_rounding, decode, live, parameters_of, prefill, sequences
 
 SHARED = pathlib.Path(__file__).parents[3] / "../shared/golden/xquant_own_not_reference.npz"
 LAYERS, TOKENS = 4, 32
@@ -81,7 +81,7 @@ def layers() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def weights_of(wk: np.ndarray, wv: np.ndarray) -> LayerWeights:
     ones = jnp.ones(wk.shape[0], jnp.float32)
-    return LayerWeights(jnp.asarray(wk), jnp.asarray(wv), None, None, None, ones, jnp.asarray(1e-5, jnp.float32))
+    return LayerWeights(jnp.asarray(wk), jnp.asarray(wv), ones, jnp.asarray(1e-5, jnp.float32))
 
 
 def round_trips(
@@ -245,13 +245,13 @@ def test_codes_do_not_depend_on_where_the_prompt_ended(latent: str):
         off = {name: float((first[name] != second[name]).mean()) for name in codes}
         assert max(off.values()) <= 1e-3, f"layer {i}: share of words that differ {off}"
         exact = {name: a for name, a in first.items() if name.startswith(("ring", "sink"))}
-        assert not differences(exact, {name: second[name] for name in exact}), f"layer {i}"
+        assert not beyond_rounding(exact, {name: second[name] for name in exact}), f"layer {i}"
     later, earlier = (live(plans[2], whole[i], length) for i in (2, 1))
-    assert differences({"ring": later["ring.kv"][..., :64]}, {"ring": earlier["ring.kv"][..., :64]}), "layers hold the same rows"
+    assert beyond_rounding({"ring": later["ring.kv"][..., :64]}, {"ring": earlier["ring.kv"][..., :64]}), "layers hold the same rows"
 
 
 def test_the_accumulator_is_what_the_layers_below_said():
-    """acc after a layer = acc before it + its decoded differences, for live tokens of a ragged batch."""
+    """acc after a layer = acc before it + its decoded beyond_rounding, for live tokens of a ragged batch."""
     plans, states, own = flow(CARRIED.format("true"), 80, 80)
     live_tokens = jnp.asarray([64, 32], jnp.int32)
     base = cross_layer.advance(plans[1], own[1], states[1], live_tokens, ())

@@ -82,7 +82,7 @@ def decode_temporaries(spec: str, layer: int, dims: CacheDims, capacity: int) ->
     def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    weights = LayerWeights(struct(width, kv), struct(width, kv), None, None, None, struct(width), struct())
+    weights = LayerWeights(struct(width, kv), struct(width, kv), struct(width), struct())
     q, k = struct(1, dims.num_attention_heads, 1, dims.head_dim), struct(1, dims.num_key_value_heads, 1, dims.head_dim)
     rope = describe(kvq.Rope, inverse_frequencies=struct(dims.head_dim // 2), attention_factor=struct())
     positions = struct(1, 1, dtype=jnp.int32)

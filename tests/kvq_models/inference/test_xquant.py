@@ -138,7 +138,7 @@ def test_a_trimmed_cache_is_decoded_through_the_layers():
 
     short = kvq.trim(cache, [22, 31], llama.cache_parameters)
     first, again = next_logits(short), next_logits(kvq.trim(short, [22, 31], llama.cache_parameters))
-    np.testing.assert_array_equal(first, again)
+    assert row_errors(again, first).max() <= 1e-5
     assert np.isfinite(first).all()
     exact = jnp.stack([forward(llama, jnp.append(tokens[b, :n], tokens[b, 0])[None])[0, -1] for b, n in enumerate((22, 31))])
     errors = row_errors(first, exact)

@@ -26,6 +26,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def launched(monkeypatch) -> list[Launch]:
     """How kernels that read caches were launched, on what seems to be a GPU."""
+    jax.clear_caches()  # layers that were traced before would launch nothing
     found, attention = [], dispatch.decode_attention
     monkeypatch.setattr(dispatch, "no_device", lambda: None)
     monkeypatch.setattr(dispatch, "LAUNCH", Launch(interpret=True))

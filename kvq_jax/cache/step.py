@@ -1,0 +1,155 @@
+"""One step of any model through its cache, layer by layer: new tokens' queries, keys and values in, attention out.
+
+    step = begin(cache, tokens, lengths, prefill=True)        T new tokens of each row, and where they stand
+    out, step = append_and_attend(step, q, k, v)              once for each layer, from the first to the last
+    cache = finish(step)                                      the cache with the tokens added
+
+The three are pure functions. Use them inside a jitted function of the model's own that takes the cache and returns it (donated, or as the
+carry of a `lax.scan` or `lax.while_loop`): then the cache is updated in place. `docs/own_model.md` is an example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvq_jax.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree, ValidBT
+from kvq_jax.attention import dispatch
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.parameters import missing_parameters
+from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.pytree import pytree
+from kvq_jax.rope import Rope
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """T new tokens on their way through the layers, made by `begin`. A pytree.
+
+    positions [B, T] int32: indices of the new tokens in their sequences, which RoPE takes. valid [B, T] bool: True for the tokens that the
+    cache takes up, False for padding and past the capacity. layer (static): how many layers the tokens have gone through. The other fields
+    belong to `append_and_attend`: the cache, of which the layers behind `layer` are still as they were; method parameters; what a
+    cross-layer method carries from layer to layer.
+    """
+
+    positions: PositionsBT
+    valid: ValidBT
+    cache: Cache
+    parameters: tuple[Tree, ...]
+    carry: Tree
+    prefill: bool = dataclasses.field(metadata={"static": True})
+    implementation: Implementation = dataclasses.field(metadata={"static": True})
+    layer: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+def begin(
+    cache: Cache,
+    tokens: int,
+    lengths: LengthsB | None = None,
+    *,
+    prefill: bool,
+    parameters: Sequence[Tree] = (),
+    implementation: Implementation = None,
+) -> Step:
+    """Return the step that adds `tokens` new tokens to every row of a cache, at positions cache.lengths[b] + t.
+
+    lengths [B] int: how many of them are real (default: all); the rest is padding on the right, and a row of length 0 stays as it is.
+    prefill (static): True for prompts, whose tokens attend to each other exactly, and from which methods take their prompt statistics where
+    a row was empty; False for generated tokens, each of which sees the cache as if it had come alone. parameters: what `prepare_layer`
+    returned, one entry for each layer, for methods that need any. implementation (static): "xla" or "pallas"; None takes kernels where they
+    can run.
+
+    A token past the capacity is not written and does not count: its attention is NaN, in every layer, and so is what a model makes of it.
+
+    Raises ValueError, in one line, where the lengths do not fit the batch or the cache's method needs parameters that are not given.
+    """
+    if tokens < 1:
+        raise ValueError(f"{tokens=} must be at least 1")
+    given = tuple(parameters) or ((),) * len(cache.layers)
+    if len(given) != len(cache.layers):
+        raise ValueError(f"parameters must have an entry for each of the {len(cache.layers)} layers, got {len(given)}")
+    for layer, (plan, own) in enumerate(zip(cache.plans, given, strict=True)):
+        missing = missing_parameters(plan, own)
+        if missing:
+            how = f"kvq.prepare_layer({str(cache.spec)!r}, dims, {layer}, ...) makes them, begin(..., parameters=...) takes them"
+            raise ValueError(f"{str(cache.spec)!r} needs parameters for {missing} of layer {layer}: {how}")
+    new = jnp.arange(tokens, dtype=jnp.int32)[None]
+    positions = cache.lengths[:, None] + new
+    valid = positions < cache.capacity
+    if lengths is not None:
+        if jnp.shape(lengths) != (cache.batch,):
+            raise ValueError(f"lengths must be [{cache.batch}], got shape {jnp.shape(lengths)}")
+        valid &= new < jnp.asarray(lengths)[:, None]
+    return Step(positions, valid, cache, given, (), prefill, implementation)
+
+
+def append_and_attend(
+    step: Step,
+    q: QueryBNTH,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    *,
+    q_pre: QueryBNTH | None = None,
+    k_pre: RowsBKTH | None = None,
+    x: Float[Array, "B T D"] | None = None,
+    residual: Float[Array, "B T D"] | None = None,
+    rope: Rope | None = None,
+) -> tuple[QueryBNTH, Step]:
+    """Return (out, step): attention of the new tokens in the next layer, and the step with their keys and values in that layer's cache.
+
+        out[b, n, t] = softmax(q[b, n, t] . K / sqrt(H)) V        over the cached tokens and the new ones up to t
+
+    q [B, N, T, H] and k [B, K, T, H] come after RoPE, v [B, K, T, H]; query head n reads KV head n // (N // K). out [B, N, T, H] has the
+    dtype of q and is accumulated in fp32; at padding it is finite and unspecified, past the capacity NaN. Exact over the sink, the recent
+    window and the other tokens of a prompt; the body is read as it was quantized.
+
+    What some methods read beside them: q_pre, k_pre before RoPE (keys cached before RoPE; some forms of SQuat) and the model's `rope`
+    (these, XQuant, subtract_bias); x [B, T, D], the input of the projections, after the norm (XQuant); residual [B, T, D], what x was
+    normalized from (some forms of XQuant-CL).
+
+    Raises ValueError, in one line, for shapes that are not the cache's, where a method lacks one of these (by name), after the last layer,
+    and where a named implementation cannot run.
+    """
+    cache = step.cache
+    if step.layer == len(cache.layers):
+        raise ValueError(f"the cache has {len(cache.layers)} layers, and the step went through all of them: finish(step) returns the cache")
+    dims, (batch, tokens) = cache.dims, step.positions.shape
+    queries = (batch, dims.num_attention_heads, tokens, dims.head_dim)
+    rows = (batch, dims.num_key_value_heads, tokens, dims.head_dim)
+    hidden = (batch, tokens, dims.hidden_size)
+    wanted = (("q", q, queries), ("q_pre", q_pre, queries), ("k", k, rows), ("k_pre", k_pre, rows), ("v", v, rows))
+    for name, array, shape in (*wanted, ("x", x, hidden), ("residual", residual, hidden)):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} must have shape {list(shape)} in this step of this cache, got {list(array.shape)}")
+    inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
+    plan, own, state = cache.plans[step.layer], step.parameters[step.layer], cache.layers[step.layer]
+    # settled here, where a device's kernels are looked for, and not in what is traced once for all
+    chosen = dispatch.choose(step.implementation, plan, dims.num_attention_heads, 1 if step.prefill else tokens) or "xla"
+    out, state, carry = _layer_step(plan, step.prefill, chosen, own, state, inputs, step.carry)
+    layers = (*cache.layers[: step.layer], state, *cache.layers[step.layer + 1 :])
+    return out, dataclasses.replace(step, cache=dataclasses.replace(cache, layers=layers), carry=carry, layer=step.layer + 1)
+
+
+def finish(step: Step) -> Cache:
+    """Return the cache with the step's tokens added and counted. ValueError where the step did not go through every layer."""
+    if step.layer != len(step.cache.layers):
+        raise ValueError(f"the step went through {step.layer} of {len(step.cache.layers)} layers: call append_and_attend once for each")
+    return dataclasses.replace(step.cache, lengths=step.cache.lengths + jnp.sum(step.valid, axis=1, dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
+def _layer_step(
+    plan: LayerPlan, prefill: bool, implementation: Implementation, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    layer = prefill_layer if prefill else decode_layer
+    out, state, carry = layer(plan, params, state, inputs, carry, implementation)
+    lost = inputs.positions >= plan.regions.capacity
+    return jnp.where(lost[:, None, :, None], jnp.nan, out), state, carry

@@ -1,0 +1,85 @@
+"""Parameters of single layers: from calibration rows and from weights, and what is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from tests.kvq_jax.layer_runs import DIMS, key_bias, layer_weights, sequences
+
+SPEC = "kvquant:bits=3,outliers=0.05"
+WEIGHTS = layer_weights(2, 32)
+
+
+def rows(tokens: int = 90) -> dict[str, np.ndarray]:
+    own = sequences(2)
+    return {"k": own.k_pre[:, :, :tokens], "v": own.v[:, :, :tokens]}
+
+
+def ones(of: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {side: np.ones_like(array) for side, array in of.items()}
+
+
+def test_calibrated_arrays_become_the_parameters_of_both_sides():
+    calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    assert set(calibrated) == {"k", "v"}
+    k, v = kvq.prepare_layer(SPEC, DIMS, 0, calibrated=calibrated)
+    flat = np.moveaxis(rows()["k"], 1, 2).reshape(-1, 2, 32)
+    low, high = np.percentile(flat, [2.5, 97.5], axis=0)
+    np.testing.assert_allclose(k["lower"], low, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(k["upper"], high, rtol=1e-5, atol=1e-6)
+    assert k["levels"].shape == v["levels"].shape == (8,)
+    again = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    jax.tree.map(np.testing.assert_array_equal, again, calibrated)
+    weighed = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), {side: array**2 for side, array in rows().items()})
+    assert np.abs(weighed["k"]["levels"] - calibrated["k"]["levels"]).max() > 1e-3, "gradients do not weigh"
+
+
+def test_sides_and_layers_without_parameters_are_left_out():
+    spec = f"k={SPEC}+v=int4+cache:sink=1,recent=0,block=32,skip_layers=0"
+    assert kvq.calibrate_layer(spec, DIMS, 0, {}, {}) == {}
+    assert kvq.prepare_layer(spec, DIMS, 0) == ((), ())
+    calibrated = kvq.calibrate_layer(spec, DIMS, 1, rows(), ones(rows()))
+    assert set(calibrated) == {"k"}
+    assert kvq.prepare_layer(spec, DIMS, 1, calibrated=calibrated)[1] == ()
+    assert kvq.prepare_layer("kivi", DIMS, 0, weights=WEIGHTS, calibrated=calibrated) == ((), ())
+
+
+def test_weights_that_are_used_as_they_are_are_shared():
+    spec = "xquant:latent=false"
+    k, v = kvq.prepare_layer(spec, DIMS, 0, weights=WEIGHTS)
+    assert k is v, "one body for both sides"
+    assert k["k"]["kernel"] is WEIGHTS.k_kernel
+    biased = layer_weights(2, 32, key_bias(64))
+    assert kvq.prepare_layer("int8:subtract_bias=true", DIMS, 0, weights=biased)[0]["bias"] is biased.k_bias
+
+
+def test_both_kinds_stand_beside_each_other():
+    spec, biased = f"{SPEC},subtract_bias=true", layer_weights(2, 32, key_bias(64))
+    calibrated = kvq.calibrate_layer(spec, DIMS, 0, rows(), ones(rows()))
+    k, _ = kvq.prepare_layer(spec, DIMS, 0, weights=biased, calibrated=calibrated)
+    assert {"bias", "levels", "scale"} <= set(k)
+
+
+def refused(message: str, function, *arguments, **options) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        function(*arguments, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_missing_or_of_another_model_is_named():
+    refused(r"'xquant' needs the weights of layer 1: give prepare_layer weights=", kvq.prepare_layer, "xquant", DIMS, 1)
+    refused(r"k of layer 0 needs levels, .*: give prepare_layer calibrated=", kvq.prepare_layer, SPEC, DIMS, 0)
+    calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    refused("needs calibrated arrays of shapes", kvq.prepare_layer, "kvquant:bits=2,outliers=0.05", DIMS, 0, calibrated=calibrated)
+    narrow = dataclasses.replace(WEIGHTS, v_kernel=jnp.ones((128, 32)))
+    refused(r"v_kernel must be \[D, K \* H\] = \[128, 64\], got \[128, 32\]", kvq.prepare_layer, "xquant", DIMS, 0, weights=narrow)
+    refused(r"give rows\['v'\] and gradients\['v'\]", kvq.calibrate_layer, SPEC, DIMS, 0, {"k": rows()["k"]}, ones(rows()))
+    refused(r"rows\['k'\] must be \[B, 2, T, 32\]", kvq.calibrate_layer, SPEC, DIMS, 0, {**rows(), "k": rows()["k"][0]}, ones(rows()))
+    refused("are of 180 and 160 tokens", kvq.calibrate_layer, SPEC, DIMS, 0, rows(), ones(rows(80)))
+    refused("has no bias", kvq.prepare_layer, "int8:subtract_bias=true", DIMS, 0, weights=WEIGHTS)
