@@ -1,1 +1,1 @@
-"""GPU kernels on plain arrays; imports jax only. docs/kernels.md tells how fast they should be and why."""
+"""GPU kernels on plain arrays; imports jax only. docs/kernels.md derives the speed that they can have."""

@@ -1,18 +1,9 @@
-"""The one place where kernels are launched.
-
-Kernels here are written in Pallas and compiled by Triton: the route that can load, unpack and multiply sub-byte codes on Ampere, Ada and
-Hopper. Triton's parameters are always given, for they are also what selects the route: the default changed between JAX 0.10 and 0.12.
-"""
+"""The options that kernels are launched with. This module needs no Pallas: kernels are imported when they are asked for."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
-
-import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from typing import Literal
 
 Arithmetic = Literal["jnp", "asm"]
 
@@ -23,7 +14,7 @@ DEFAULT_ARITHMETIC: Arithmetic = "jnp"
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How kernels run. It changes their speed, and their results only by rounding.
+    """The options that kernels run with. They change the speed, and results only by rounding.
 
     arithmetic: "asm" computes on pairs of fp16 with inline assembly, "jnp" writes the same with array operations.
     interpret: evaluate the kernel with JAX on any backend, for tests.
@@ -44,54 +35,3 @@ class Launch:
 
 
 LAUNCH = Launch()
-
-
-def launch(
-    kernel: Callable[..., None],
-    *,
-    name: str,
-    grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec],
-    out_specs: Sequence[pl.BlockSpec],
-    out_shape: Sequence[jax.ShapeDtypeStruct],
-    how: Launch,
-    num_warps: int,
-    num_stages: int,
-    aliases: Mapping[int, int] | None = None,
-) -> Callable[..., Any]:
-    """`pl.pallas_call` with Triton's parameters and a name under which profiles and dumps show the kernel. aliases: inputs whose memory
-    outputs take over, contents included."""
-    return pl.pallas_call(
-        kernel,
-        name=name,
-        grid=grid,
-        in_specs=list(in_specs),
-        out_specs=list(out_specs),
-        out_shape=list(out_shape),
-        input_output_aliases=dict(aliases or {}),
-        interpret=how.interpret,
-        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-    )
-
-
-def whole_array_but(
-    axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int], programs: Sequence[int] | None = None
-) -> pl.BlockSpec:
-    """The block that fixes the first `axes` axes of an array at those program ids (grid_axes[i] for axis i) and holds the rest whole.
-    Where an axis is shorter than the grid's (`programs` long), neighbouring programs share an entry; without `programs` it may be 1 long.
-
-    Nothing is copied: a Triton block is a pointer, and a kernel loads what it indexes.
-    """
-    rest = array.ndim - axes
-
-    def entry(ids: Sequence[Any], i: int) -> Any:
-        size = array.shape[i]
-        if size == 1:
-            return 0
-        shared = 1 if programs is None else programs[i] // size
-        return ids[grid_axes[i]] if shared == 1 else ids[grid_axes[i]] // shared
-
-    def index(*ids: Any) -> tuple[Any, ...]:
-        return (*(entry(ids, i) for i in range(axes)), *[0] * rest)
-
-    return pl.BlockSpec((*[None] * axes, *array.shape[axes:]), index)

@@ -19,7 +19,7 @@ from benchmarks.gpu.random_bodies import CHECKED_HEADS, bodies_of, checked_part
 from kvq_jax.attention import reference
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.dense import Dense
+from pallas_kernels.readers.dense import DenseReader
 
 MODELS = {  # KV heads, query heads of each, head dim
     "Llama-3.2-1B": (8, 4, 64),
@@ -76,14 +76,14 @@ def shape_of(model: str, tokens: int, batch: int) -> Shape:
     return Shape(batch, tokens, head_dim, kv_heads, group)
 
 
-def name_of(how: Launch) -> str:
-    return "interpreted" if how.interpret else how.arithmetic
+def name_of(launch: Launch) -> str:
+    return "interpreted" if launch.interpret else launch.arithmetic
 
 
 # Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32
 
 
-def attention_tasks(shape: Shape, hows: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
+def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
     """Others' code first."""
     found: dict[str, Callable[[], Task]] = {
         "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
@@ -94,7 +94,7 @@ def attention_tasks(shape: Shape, hows: Sequence[Launch], specs: Sequence[str] =
     if (splits := _useful_splits(shape)) > 1:
         found["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
     found[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
-    found |= {spec: functools.partial(_fused, shape, spec, tuple(hows)) for spec in specs}
+    found |= {spec: functools.partial(_fused, shape, spec, tuple(launches)) for spec in specs}
     return [Planned("attention", name, make) for name, make in found.items()]
 
 
@@ -119,21 +119,21 @@ def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]
     return found, wanted.reshape(found.shape)
 
 
-def _fused(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
     """Our kernel, over everything that a cache of this spec would hold in its body."""
     k, v = bodies = bodies_of(spec, shape)
 
-    def call(how: Launch, x: tuple[Array, Array], copy: Any) -> Array:
-        keys, values = ((body.side, body.arrays(one)) for body, one in zip(bodies, copy, strict=True))
-        part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, how=how)
+    def call(launch: Launch, x: tuple[Array, Array], copy: Any) -> Array:
+        keys, values = ((body.reader, body.arrays(one)) for body, one in zip(bodies, copy, strict=True))
+        part = decode_attention(x[0], keys, values, x[1], capacity=shape.tokens, launch=launch)
         return part.o / jnp.maximum(part.l, 1e-30)
 
     return attention_task(
         shape,
-        all(isinstance(body.side, Dense) for body in bodies),
+        all(isinstance(body.reader, DenseReader) for body in bodies),
         k.nbytes + v.nbytes,
         copy=lambda seed: tuple(body.copy(seed * 2 + jnp.uint32(i)) for i, body in enumerate(bodies)),
-        calls=tuple((name_of(how), jax.jit(functools.partial(call, how))) for how in hows),
+        calls=tuple((name_of(launch), jax.jit(functools.partial(call, launch))) for launch in launches),
         check=lambda x, copy, out: compared(x[0], (body.checked_rows(one) for body, one in zip(bodies, copy, strict=True)), out),
         idle=lambda x: (x[0], jnp.zeros_like(x[1])),
     )

@@ -36,7 +36,7 @@ from kvq_models import Llama, LlamaConfig
 from kvq_models.inference import decoding
 from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
-from pallas_kernels.tiles.tile import SPAN
+from pallas_kernels.tiles.layout import SPAN
 
 CACHES = ("dense", "innerq:bits=2", "kivi:bits=4", "kivi:bits=2")
 IMPLEMENTATIONS = ("jnp", "asm", "xla", "default")

@@ -22,7 +22,7 @@ from kvq_jax.arrays import grouped_array
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.kernel import quantize_rows
-from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.readers.grouped import GroupedReader
 
 PAPER_MODELS = {  # query heads, each with its own keys and values; head dim
     "Llama-3.2-1B": (32, 64),
@@ -40,11 +40,11 @@ def paper_shape(model: str, tokens: int) -> Shape:
     return Shape(1, tokens, head_dim, heads, 1)
 
 
-def product_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
+def product_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
     """ "scores" (q . K^T), then "values" (p . V): exact, grouped over the inner axis, over the outer axis."""
     parts = (("scores", scores_task), ("values", _values))
     return [
-        Planned(part, spec, functools.partial(make, shape, spec, tuple(hows))) for part, make in parts for spec in (EXACT, INNER, OUTER)
+        Planned(part, spec, functools.partial(make, shape, spec, tuple(launches))) for part, make in parts for spec in (EXACT, INNER, OUTER)
     ]
 
 
@@ -57,12 +57,12 @@ def _exact_values(p: Array, v: Array) -> Array:
     return jnp.einsum("bkgs,bksh->bkgh", padded, v, preferred_element_type=jnp.float32)[:, :, : p.shape[2]]
 
 
-def scores_task(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+def scores_task(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
     """q K^T over the keys of a cache, or over exact ones."""
     body = Body(plan_of(_cache(spec), shape).k, shape)
 
-    def kernel(how: Launch, q: Array, copy: Any) -> Array:
-        return matvec.scores(q, body.side, body.arrays(copy), capacity=shape.tokens, how=how)
+    def kernel(launch: Launch, q: Array, copy: Any) -> Array:
+        return matvec.scores(q, body.reader, body.arrays(copy), capacity=shape.tokens, launch=launch)
 
     def check(q: Array, copy: Any, out: Array) -> tuple[Array, Array]:
         q, out = checked_part((q, out))
@@ -75,17 +75,17 @@ def scores_task(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
         4 * shape.kv_heads * shape.tokens,
         start=lambda: uniform((1, shape.kv_heads, 1, shape.head_dim), jnp.uint32(17), -3.0, 3.0),
         copy=body.copy,
-        calls=_calls(lambda q, copy: _exact_scores(q, body.rows(copy)), kernel, spec, hows),
+        calls=_calls(lambda q, copy: _exact_scores(q, body.rows(copy)), kernel, spec, launches),
         feed=lambda q, out: q + first(out),
         check=check,
     )
 
 
-def _values(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
+def _values(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
     body = Body(plan_of(_cache(spec), shape).v, shape)
 
-    def kernel(how: Launch, p: Array, copy: Any) -> Array:
-        return matvec.weighted_values(p, body.side, body.arrays(copy), how=how)
+    def kernel(launch: Launch, p: Array, copy: Any) -> Array:
+        return matvec.weighted_values(p, body.reader, body.arrays(copy), launch=launch)
 
     def check(p: Array, copy: Any, out: Array) -> tuple[Array, Array]:
         p, out = checked_part((p, out))
@@ -99,7 +99,7 @@ def _values(shape: Shape, spec: str, hows: Sequence[Launch]) -> Task:
         0,
         start=lambda: uniform((1, shape.kv_heads, 1, shape.tokens), jnp.uint32(17), 0.0, 1.0, jnp.float16),
         copy=body.copy,
-        calls=_calls(lambda p, copy: _exact_values(p, body.rows(copy)), kernel, spec, hows),
+        calls=_calls(lambda p, copy: _exact_values(p, body.rows(copy)), kernel, spec, launches),
         feed=nudged,
         check=check,
     )
@@ -109,35 +109,35 @@ def _cache(spec: str) -> str:
     return "dense" if spec == EXACT else spec
 
 
-def _calls(exact: Callable, kernel: Callable, spec: str, hows: Sequence[Launch]) -> tuple[tuple[str, Callable], ...]:
+def _calls(exact: Callable, kernel: Callable, spec: str, launches: Sequence[Launch]) -> tuple[tuple[str, Callable], ...]:
     if spec == EXACT:
         return (("", exact),)
-    return tuple((name_of(how), jax.jit(functools.partial(kernel, how))) for how in hows)
+    return tuple((name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches)
 
 
 # Quantizing
 
 
-def quantize_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
+def quantize_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
     """Keys, in groups over channels, and values, over tokens, in each scheme at the same magnitude bits."""
     return [
-        Planned("quantize", f"{scheme}, {side}", functools.partial(_quantize, shape, side, scheme, tuple(hows)))
+        Planned("quantize", f"{scheme}, {side}", functools.partial(_quantize, shape, side, scheme, tuple(launches)))
         for side in ("keys", "values")
         for scheme in SCHEMES
     ]
 
 
-def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> Task:
+def _quantize(shape: Shape, which: str, scheme: Any, launches: Sequence[Launch]) -> Task:
     spec = f"innerq:bits={QUANTIZE_BITS},mode={scheme}"
     plan = plan_of(spec, shape)
     body = Body(plan.k if which == "keys" else plan.v, shape)
-    format, side = body.leaves.format, body.side
-    assert isinstance(side, Grouped)
+    format, reader = body.leaves.format, body.reader
+    assert isinstance(reader, GroupedReader)
     size = (1, shape.kv_heads, shape.tokens, shape.head_dim)
     rows_bytes = 2 * shape.kv_heads * shape.tokens * shape.head_dim
 
-    def kernel(how: Launch, _: Array, rows: Array) -> Any:
-        return quantize_rows(rows, side, scheme, QUANTIZE_BITS, how=how)
+    def kernel(launch: Launch, _: Array, rows: Array) -> Any:
+        return quantize_rows(rows, reader, scheme, QUANTIZE_BITS, launch=launch)
 
     def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
         """What some rows stand for, quantized here and by the reference: all of them as one row, for single codes may differ at ties."""
@@ -154,7 +154,7 @@ def _quantize(shape: Shape, which: str, scheme: Any, hows: Sequence[Launch]) -> 
         body.nbytes,
         start=lambda: jnp.zeros((), jnp.float32),
         copy=lambda seed: uniform(size, seed, -1.0, 1.0, jnp.bfloat16),
-        calls=tuple((name_of(how), jax.jit(functools.partial(kernel, how))) for how in hows),
+        calls=tuple((name_of(launch), jax.jit(functools.partial(kernel, launch))) for launch in launches),
         feed=lambda x, out: x + first(out.scale),
         check=check,
     )

@@ -52,14 +52,14 @@ class Case:
         caches = "" if self.specs == SPECS else f", {' '.join(self.specs)}"
         return f"{self.section}, {self.model}, {self.shape.tokens} tokens, batch {self.shape.batch}{caches}"
 
-    def tasks(self, hows: Sequence[Launch], specs: Sequence[str]) -> list[Planned]:
+    def tasks(self, launches: Sequence[Launch], specs: Sequence[str]) -> list[Planned]:
         if self.section == "attention":
-            return attention_tasks(self.shape, hows, specs or self.specs)
+            return attention_tasks(self.shape, launches, specs or self.specs)
         if self.section == "kvquant":
-            return kvquant_candidates.table_tasks(self.shape, hows)
+            return kvquant_candidates.table_tasks(self.shape, launches)
         if self.section == "polarquant":
-            return polarquant_candidates.table_tasks(self.shape, hows)
-        return product_tasks(self.shape, hows) if self.section == "products" else quantize_tasks(self.shape, hows)
+            return polarquant_candidates.table_tasks(self.shape, launches)
+        return product_tasks(self.shape, launches) if self.section == "products" else quantize_tasks(self.shape, launches)
 
 
 def default_cases() -> list[Case]:
@@ -120,12 +120,15 @@ def run(
     path: str | os.PathLike[str],
     timing: Timing,
     *,
-    hows: Sequence[Launch] = (),
+    launches: Sequence[Launch] = (),
     specs: Sequence[str] = (),
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
-    """Measures what the report lacks. hows, specs: how kernels are launched, and the caches they attend to, where not as each case says."""
+    """Measure what the report lacks.
+
+    launches, specs: options that kernels are launched with and caches that they attend to, where not as each case says.
+    """
 
     def save() -> None:
         report.write(path)
@@ -138,7 +141,7 @@ def run(
         if time.monotonic() - start > seconds:
             report.skipped.append(case.name)
             continue
-        launches = hows or ([Launch("asm"), Launch("jnp")] if case.both else [Launch("asm")])
+        launches = launches or ([Launch("asm"), Launch("jnp")] if case.both else [Launch("asm")])
         done = {row.key for row in report.rows}
         keyed = {(task.section, case.model, case.shape, task.candidate): task for task in case.tasks(launches, specs)}
         tasks = [task for key, task in keyed.items() if key not in done]
@@ -232,10 +235,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = report.resumed(GpuReport.read(args.json))
     except ValueError as error:
         parser.exit(2, f"{error}\n")
-    hows = [Launch(interpret=True)] if args.interpret else [Launch(arithmetic) for arithmetic in args.arithmetic]
+    launches = [Launch(interpret=True)] if args.interpret else [Launch(arithmetic) for arithmetic in args.arithmetic]
     timing = SHORT if args.quick or args.interpret else Timing()
     try:
-        run(cases, report, args.json, timing, hows=hows, specs=args.cache, seconds=args.seconds, threads=args.threads)
+        run(cases, report, args.json, timing, launches=launches, specs=args.cache, seconds=args.seconds, threads=args.threads)
     except FatalError as error:
         parser.exit(RESTART, f"the GPU failed: {error}; go on with --resume\n")
     except KeyboardInterrupt:

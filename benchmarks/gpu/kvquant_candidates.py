@@ -26,9 +26,10 @@ from kvq_jax.codecs.base import Codec
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.codebook import Codebook
-from pallas_kernels.readers.rotary import Rotated
-from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values, turn
+from pallas_kernels.readers.codebook import CodebookReader
+from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values
+from pallas_kernels.readers.turn import turn
 
 SPEC = "kvquant:bits=4,outliers=0.01"
 MODEL = "Llama-2-7B"
@@ -39,28 +40,28 @@ SCORES_TUNING = Tuning(tile=32)
 VALUES_TUNING = Tuning(tile=64, stages=2)
 
 
-def table_tasks(shape: Shape, hows: Sequence[Launch]) -> list[Planned]:
+def table_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
     """Keys, then values: a candidate for each column of the paper's table."""
     return [
-        Planned(section, part, functools.partial(_task, shape, side, part, tuple(hows)))
+        Planned(section, part, functools.partial(_task, shape, side, part, tuple(launches)))
         for side, section in SECTIONS.items()
         for part in PARTS
     ]
 
 
-def total_of_keys(shape: Shape, hows: tuple[Launch, ...]) -> Task:
+def total_of_keys(shape: Shape, launches: tuple[Launch, ...]) -> Task:
     """q K^T over codes and outliers together."""
-    return _task(shape, "k", "total", hows)
+    return _task(shape, "k", "total", launches)
 
 
-def _task(shape: Shape, side: str, part: str, hows: tuple[Launch, ...]) -> Task:
+def _task(shape: Shape, side: str, part: str, launches: tuple[Launch, ...]) -> Task:
     found = _Side(shape, side)
     if part == "fp16":
         return found.task(True, found.rows_bytes, lambda seed: found.random_rows(seed, shape.tokens), found.exact, found.precise, ())
     if part == "packing":
         return found.packing()
     size, call, wanted = found.bytes(part), functools.partial(found.call, part), functools.partial(found.wanted, part)
-    return found.task(False, size, found.body.copy, call, wanted, hows)
+    return found.task(False, size, found.body.copy, call, wanted, launches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +101,11 @@ class _Side:
         return uniform((1, self.shape.kv_heads, tokens, self.shape.head_dim), seed, -1.0, 1.0, jnp.float16)
 
     def task(
-        self, bf16: bool, size: int, copy: Callable, call: Callable[..., Array], wanted: Callable[..., Array], hows: tuple[Launch, ...]
+        self, bf16: bool, size: int, copy: Callable, call: Callable[..., Array], wanted: Callable[..., Array], launches: tuple[Launch, ...]
     ) -> Task:
         shape, keys = self.shape, self.side == "k"
         last = shape.head_dim if keys else shape.tokens
-        calls = [(name_of(how), functools.partial(call, how)) for how in hows] or [("", functools.partial(call, None))]
+        calls = [(name_of(launch), functools.partial(call, launch)) for launch in launches] or [("", functools.partial(call, None))]
 
         def start() -> Array:
             low, dtype = (-3.0, jnp.float32) if keys else (0.0, jnp.float16)
@@ -154,7 +155,7 @@ class _Side:
             check=None,
         )
 
-    def call(self, part: str, how: Launch, x: Array, copy: Any) -> Array:
+    def call(self, part: str, launch: Launch, x: Array, copy: Any) -> Array:
         params, body = copy
         index, residual = (getattr(body.outliers, name) for name in ("index", "residual"))
         limits, rope = jnp.full((1,), self.shape.tokens), rope_of(self.shape.head_dim)
@@ -162,16 +163,16 @@ class _Side:
             return outlier_values(x.astype(jnp.float32), index, residual, limits, self.shape.head_dim)
         if part == "sparse":
             turned = turn(rope.inverse_frequencies, 0, self.shape.tokens)
-            return outlier_scores(x, index, residual, limits, turned, how)
-        side, arrays = self.body.side, self.codec.kernel_arrays(params, body)
-        inner = side.inner if isinstance(side, Rotated) else side
-        assert isinstance(inner, Codebook)
+            return outlier_scores(x, index, residual, limits, turned, launch)
+        reader, arrays = self.body.reader, self.codec.kernel_arrays(params, body)
+        inner = reader.inner if isinstance(reader, RotatedReader) else reader
+        assert isinstance(inner, CodebookReader)
         if part == "dense":
             inner, arrays = dataclasses.replace(inner, outliers=0), arrays[:-2]
-        if not isinstance(side, Rotated):
-            return matvec.weighted_values(x, inner, arrays, tuning=VALUES_TUNING, how=how)
-        side, arrays = dataclasses.replace(side, inner=inner), [*arrays, rope.inverse_frequencies, rope.attention_factor]
-        return matvec.scores(x, side, arrays, capacity=self.shape.tokens, tuning=SCORES_TUNING, how=how)
+        if not isinstance(reader, RotatedReader):
+            return matvec.weighted_values(x, inner, arrays, tuning=VALUES_TUNING, launch=launch)
+        reader, arrays = dataclasses.replace(reader, inner=inner), [*arrays, rope.inverse_frequencies, rope.attention_factor]
+        return matvec.scores(x, reader, arrays, capacity=self.shape.tokens, tuning=SCORES_TUNING, launch=launch)
 
     def wanted(self, part: str, _: Launch | None, x: Array, copy: Any) -> Float[Array, "B K G X"]:
         params, stored = copy

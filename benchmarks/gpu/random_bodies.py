@@ -19,12 +19,12 @@ from kvq_jax.arrays.polar_array import PolarArray
 from kvq_jax.arrays.sparse_outliers import SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, load_body
 from kvq_jax.attention.dispatch import unsupported
+from kvq_jax.attention.fused import reader_and_arrays
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.rope import Rope
-from pallas_kernels.readers.base import Side
-from pallas_kernels.readers.rotary import Rotated
+from pallas_kernels.readers.base import Reader
 
 CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the reference
 
@@ -32,17 +32,18 @@ CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the r
 # Random contents
 
 
+@functools.singledispatch
 def random_body(leaves: Any, seed: Array) -> Any:
-    """Arrays as a cache stores them, for a body's tree of `BodySpec`: random codes, and statistics that make them rows of about -1 .. 1."""
-    if isinstance(leaves, BodySpec):
-        return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
-    if isinstance(leaves, GroupedArray):
-        return _random_quantized(leaves, seed)
-    if isinstance(leaves, CodebookArray):
-        return _random_nonuniform(leaves, seed)
-    if isinstance(leaves, PolarArray):
-        return _random_polar(leaves, seed)
+    """Make arrays as a cache stores them, for a body's tree of `BodySpec`: random codes, and scales that make them rows of about -1 .. 1.
+
+    Every type of body registers how.
+    """
     raise TypeError(f"no random contents for a body of {type(leaves).__name__}")
+
+
+@random_body.register
+def _(leaves: BodySpec, seed: Array) -> Any:
+    return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
 
 
 def _random_codes(words: tuple[Any, ...], seed: Array) -> tuple[Array, ...]:
@@ -53,13 +54,15 @@ def _random(leaf: Any, seed: Array, offset: int, low: float, high: float) -> Any
     return None if leaf is None else leaf.store(uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype))
 
 
-def _random_quantized(leaves: GroupedArray, seed: Array) -> GroupedArray:
+@random_body.register
+def _(leaves: GroupedArray, seed: Array) -> GroupedArray:
     step = 2 / (2**leaves.format.code_bits - 1)
     scale, zero = _random(leaves.scale, seed, 2000, 0.7 * step, 1.3 * step), _random(leaves.zero, seed, 3000, -1.2, -0.8)
     return GroupedArray(_random_codes(leaves.words, seed), scale, zero, leaves.format)
 
 
-def _random_nonuniform(leaves: CodebookArray, seed: Array) -> CodebookArray:
+@random_body.register
+def _(leaves: CodebookArray, seed: Array) -> CodebookArray:
     """All slots of outliers are in use."""
     scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
     width = leaves.words[0]["kv_heads"].size * leaves.format.channels
@@ -77,7 +80,8 @@ def _random_outliers(leaves: Any, width: int, seed: Array) -> SparseOutliers:
     return SparseOutliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
 
 
-def _random_polar(leaves: PolarArray, seed: Array) -> PolarArray:
+@random_body.register
+def _(leaves: PolarArray, seed: Array) -> PolarArray:
     """Radii of about 0.2 to 1.4, arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
     radii, angles = (2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits))
     return PolarArray(
@@ -134,21 +138,20 @@ class Body:
         return kvq.nbytes(self.leaves)
 
     @functools.cached_property
-    def side(self) -> Side:
-        """Describe the arrays to the kernels. ValueError where they cannot read it."""
-        side = self.codec.kernel_side()
-        if isinstance(side, str):
-            raise ValueError(side)
-        return side
+    def reader(self) -> Reader:
+        """The reader of its arrays. ValueError where kernels cannot read them."""
+        reader = self.codec.kernel_reader()
+        if isinstance(reader, str):
+            raise ValueError(reader)
+        return reader
 
     def copy(self, seed: Array) -> tuple[dict[str, Array], Any]:
         return random_parameters(self.codec, self.shape.kv_heads, seed), random_body(self.leaves, seed)
 
     def arrays(self, copy: tuple[Any, Any]) -> list[Array]:
-        """Return the arrays that a kernel with this reader reads."""
-        found = self.codec.kernel_arrays(*copy)
-        rope = rope_of(self.shape.head_dim)
-        return [*found, rope.inverse_frequencies, rope.attention_factor] if isinstance(self.side, Rotated) else found
+        """Return the arrays of a copy that a kernel reads."""
+        _, arrays = reader_and_arrays(self.codec, *copy, rope_of(self.shape.head_dim), sink=0)
+        return arrays
 
     def rows(self, copy: tuple[Any, Any]) -> Float[Array, "B K S H"]:
         """The keys after RoPE, or the values, that a copy stands for. It may hold a part of the rows and heads."""

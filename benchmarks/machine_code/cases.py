@@ -16,7 +16,6 @@ from benchmarks.machine_code.target import Target
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
-from kvq_jax.arrays.packing import plane_layout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
@@ -24,7 +23,8 @@ from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import TUNING, tuning_for
 from pallas_kernels.launch import Arithmetic, Launch
-from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.tiles.layout import plane_layout
 
 MOST_REGISTERS = 255  # of a thread, and eight warps on a multiprocessor, for which splits are chosen
 
@@ -80,26 +80,26 @@ class Case:
 
 BATCH, KV_HEADS, GROUP, TOKENS = 16, 8, 4, 16384  # Llama 3.1 8B
 Limits = dict[str, Any]  # of a case: its fields from cap_instructions on
-Stored = tuple[Side, list[jax.ShapeDtypeStruct], float]  # side, stored arrays, stored bits of one element
+Stored = tuple[Reader, list[jax.ShapeDtypeStruct], float]  # reader, stored arrays, stored bits of one element
 
 
-def _side(format: GroupFormat | None, channels: int) -> Stored:
+def _uniform(format: GroupFormat | None, channels: int) -> Stored:
     """Groups of uniform codes, or exact rows."""
     if format is None:
-        side, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
+        reader, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
-        side = grouped(GroupedCodec("k", format))
+        reader = grouped(GroupedCodec("k", format))
         stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(format, BATCH, KV_HEADS, TOKENS))]
-    assert isinstance(side, Side), side
+    assert isinstance(reader, Reader), reader
     stored_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in stored)
-    return side, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+    return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
 
 
 def _tables(bits: int, channels: int, group: ChannelGroup | None, slots: int = 0, pre_rope: bool = False) -> Stored:
     """Codes of a table, as `kernel_readers.nonuniform` describes them; what all tokens share is not counted as stored."""
     layout = plane_layout(bits, channels, 32)
-    side = nonuniform(layout, group, slots=slots, pre_rope=pre_rope)
-    assert isinstance(side, Side), side
+    reader = nonuniform(layout, group, slots=slots, pre_rope=pre_rope)
+    assert isinstance(reader, Reader), reader
     words = [(BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(b)) for b in layout.sets]
     shapes: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int16) for shape in words]
     shapes.append(((1 << bits,), jnp.float32))
@@ -109,32 +109,32 @@ def _tables(bits: int, channels: int, group: ChannelGroup | None, slots: int = 0
     stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes if len(shape) > 2)
     shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
     structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    return side, structs, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+    return reader, structs, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
 
 
 def _before_rope(format: GroupFormat, channels: int) -> Stored:
-    side, stored, bits = _side(format, channels)
-    turned = rotated(side)
-    assert isinstance(turned, Side), turned
+    reader, stored, bits = _uniform(format, channels)
+    turned = rotated(reader)
+    assert isinstance(turned, Reader), turned
     return turned, [*stored, jax.ShapeDtypeStruct((channels // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)], bits
 
 
 def attention_case(name: str, k: GroupFormat | None, v: GroupFormat | None, channels: int, **limits: Any) -> Case:
     """Decode attention with these formats (None: exact rows in bfloat16), tuned as it runs."""
-    return _attention(name, _side(k, channels), _side(v, channels), channels, **limits)
+    return _attention(name, _uniform(k, channels), _uniform(v, channels), channels, **limits)
 
 
 def _attention(
     name: str, k: Stored, v: Stored, channels: int, *, arithmetic: Arithmetic = "asm", queries: int = GROUP, **limits: Any
 ) -> Case:
     """queries: query heads of each KV head."""
-    (k_side, k_stored, k_bits), (v_side, v_stored, v_bits) = k, v
+    (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = k, v
     columns = max(8, queries)
-    tuning = tuning_for(k_side, v_side, channels, columns, TOKENS, arithmetic == "asm")
+    tuning = tuning_for(k_reader, v_reader, columns, TOKENS, arithmetic == "asm")
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         def attend(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], limits: jax.Array) -> Any:
-            return decode_attention(q, (k_side, keys), (v_side, values), limits, capacity=TOKENS, how=Launch(arithmetic))
+            return decode_attention(q, (k_reader, keys), (v_reader, values), limits, capacity=TOKENS, launch=Launch(arithmetic))
 
         q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, queries, channels), jnp.float32)
         return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
@@ -164,7 +164,7 @@ def _kivi(bits: int, channels: int, **limits: Any) -> Case:
 
 def _kivi_before_rope(arithmetic: Arithmetic, **limits: Any) -> Case:
     k, v = _formats(4, "asym", OUTER, 128)
-    return _attention("kivi, 4-bit, before RoPE", _before_rope(k, 128), _side(v, 128), 128, arithmetic=arithmetic, **limits)
+    return _attention("kivi, 4-bit, before RoPE", _before_rope(k, 128), _uniform(v, 128), 128, arithmetic=arithmetic, **limits)
 
 
 def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits: Any) -> Case:
@@ -184,18 +184,18 @@ def _products(
     arithmetic: Arithmetic = "asm",
 ) -> tuple[Case, Case]:
     """The two matrix-vector products by themselves: q K^T, p V."""
-    (k_side, k_stored, k_bits), (v_side, v_stored, v_bits) = (_side(format, channels) for format in formats)
-    how = Launch(arithmetic)
+    (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = (_uniform(format, channels) for format in formats)
+    launch = Launch(arithmetic)
 
     def scores() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
-        return lambda q, stored: matvec.scores(q, k_side, stored, capacity=TOKENS, how=how), (q, k_stored)
+        return lambda q, stored: matvec.scores(q, k_reader, stored, capacity=TOKENS, launch=launch), (q, k_stored)
 
     def values() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         p = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, TOKENS), jnp.float32)
-        return lambda p, stored: matvec.weighted_values(p, v_side, stored, how=how), (p, v_stored)
+        return lambda p, stored: matvec.weighted_values(p, v_reader, stored, launch=launch), (p, v_stored)
 
-    k_elements, v_elements = (tuning.tile * channels for tuning in (matvec.scores_tuning(k_side, TOKENS), TUNING))
+    k_elements, v_elements = (tuning.tile * channels for tuning in (matvec.scores_tuning(k_reader, TOKENS), TUNING))
     return (
         Case(f"q K^T, {name}, H {channels}, {arithmetic}", scores, "matvec_scores", k_elements, k_bits, **of_scores),
         Case(f"p V, {name}, H {channels}, {arithmetic}", values, "matvec_values", v_elements, v_bits, **of_values),
@@ -203,12 +203,12 @@ def _products(
 
 
 def _limits(instructions: float, alu: float, share: float, *, waits: bool = False) -> Limits:
-    """waits: small loads in the loop are not asynchronous, of two bytes a lane: statistics of tokens in short steps."""
+    """waits: small loads in the loop are not asynchronous, of two bytes a lane: scales of tokens in short steps."""
     return {"cap_instructions": instructions, "cap_alu": alu, "min_share": share, "plain_loads_allowed": waits}
 
 
 def _slow(instructions: float, alu: float, share: float, spill_bytes: int = 64) -> Limits:
-    """Limits of a kernel that is bound by its instructions; small loads wait: the statistics of tokens, and cosines that the first level of
+    """Limits of a kernel that is bound by its instructions; small loads wait: the scales of tokens, and cosines that the first level of
     the cache holds. Bytes are spilled where a table, or rotated queries, and the sums do not fit the registers together."""
     return _limits(instructions, alu, share, waits=True) | {"loop_spills_allowed": True, "cap_spill_bytes": spill_bytes}
 

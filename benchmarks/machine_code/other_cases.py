@@ -25,14 +25,14 @@ from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
-from kvq_jax.codecs.kernel_readers import polar as polar_side
+from kvq_jax.codecs.kernel_readers import polar as polar_reader
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import tuning_for
 from pallas_kernels.launch import Arithmetic, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
-from pallas_kernels.readers.base import Side
-from pallas_kernels.readers.grouped import Grouped
-from pallas_kernels.tiles.tile import SPAN
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.tiles.layout import SPAN
 
 
 def _polar(
@@ -40,29 +40,29 @@ def _polar(
 ) -> Case:
     """Attention to keys in polar form, tuned as it runs. size: tokens of a group. value_bits: of KIVI's values; None for exact ones."""
     format = PolarFormat(angle, radius, channels, size, size)
-    keys = polar_side(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
+    keys = polar_reader(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
     if value_bits is None:
         values, v_stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
         v_format = GroupFormat(value_bits, "asym", "channels", 32, channels, 32)
         values = grouped(GroupedCodec("v", v_format))
         v_stored = [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(v_format, BATCH, KV_HEADS, TOKENS))]
-    assert isinstance(keys, Side), keys
-    assert isinstance(values, Side), values
+    assert isinstance(keys, Reader), keys
+    assert isinstance(values, Reader), values
     k_stored = [leaf.struct for leaf in jax.tree.leaves(polar_array.specs(format, BATCH, KV_HEADS, TOKENS))]
     elements = BATCH * KV_HEADS * TOKENS * 2 * channels
     bits = 8 * sum(math.prod(array.shape) * array.dtype.itemsize for array in (*k_stored, *v_stored)) / elements
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         def attend(q: jax.Array, k: list[jax.Array], v: list[jax.Array], limits: jax.Array) -> Any:
-            return decode_attention(q, (keys, k), (values, v), limits, capacity=TOKENS, how=Launch(arithmetic))
+            return decode_attention(q, (keys, k), (values, v), limits, capacity=TOKENS, launch=Launch(arithmetic))
 
         q = jax.ShapeDtypeStruct((BATCH, KV_HEADS, GROUP, channels), jnp.float32)
         return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
 
     kind = "exact" if value_bits is None else f"{value_bits}-bit"
     name = f"polar {angle}+{radius}, groups of {size}, {kind} values, H {channels}, {arithmetic}"
-    tile = tuning_for(keys, values, channels, max(8, GROUP), TOKENS, arithmetic == "asm").tile
+    tile = tuning_for(keys, values, max(8, GROUP), TOKENS, arithmetic == "asm").tile
     return Case(name, build, "decode_attention", tile * 2 * channels, bits, plain_loads_allowed=True, **limits)
 
 
@@ -114,13 +114,13 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
     """Quantize and pack 16-bit rows, groups of 32 channels. "Stored" bits are all that moves: a row's element read, its code written."""
     channels, tokens = 128, 1024
     format = GroupFormat(bits, scheme, "channels", 32, channels, SPAN)
-    side = grouped(GroupedCodec("k", format))
-    assert isinstance(side, Grouped), side
+    reader = grouped(GroupedCodec("k", format))
+    assert isinstance(reader, GroupedReader), reader
     rows = jax.ShapeDtypeStruct((2, KV_HEADS, tokens, channels), jnp.bfloat16)
     moved = 16 + format.code_bits + (2 if format.stores_zero else 1) * 16 / 32
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return lambda rows: quantize_rows(rows, side, scheme, bits, how=Launch("asm")), (rows,)
+        return lambda rows: quantize_rows(rows, reader, scheme, bits, launch=Launch("asm")), (rows,)
 
     name = f"quantize, {format.code_bits}-bit {scheme}, groups of channels, H {channels}, asm"
     return WholeKernel(

@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float, UInt16
 from kvq_jax.arrays import sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
-from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
+from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.sparse_outliers import SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.pytree import describe, pytree
+from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 Rows = Float[Array, "B K T H"]
 

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, UInt16
 from kvq_jax.array_types import Axis
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.packing import PlaneLayout, Words, pack, plane_layout, unpack
+from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.pytree import describe, pytree
+from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 GroupedAxis = Literal["channels", "tokens"]
 Scheme = Literal["asym", "sym", "hybrid"]

@@ -1,1 +1,1 @@
-"""Attention over a layer's regions: the reference that defines it, and the streaming path that reads the body in chunks."""
+"""Attention over a layer's regions: the reference that defines it, the streaming path that reads the body in chunks, fused kernels."""

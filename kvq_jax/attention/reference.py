@@ -1,8 +1,6 @@
-"""The attention that defines correctness: decode the whole layer to dense rows, then ordinary softmax attention in fp32."""
+"""The attention that defines correctness: dequantize the whole layer to dense rows, then ordinary softmax attention in fp32."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +9,15 @@ from jaxtyping import Array, Bool, Float
 from kvq_jax.array_types import CachedRows, LengthsB, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.layer import cross_layer
-from kvq_jax.layer.plan import by_side
+from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.layer.plan import LayerPlan, LayerState
 
 
 def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[CachedRows, ...]:
-    """Cached rows in token order, fp32 [B, K, S, C], of each codec of the plan; zeros from `lengths` on. `carry`: from the layer below."""
+    """Return the cached rows of each codec of the plan in token order, fp32 [B, K, S, C]; zeros from `lengths` on.
+
+    carry: from the layer below.
+    """
     regions = plan.regions
     position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))
     aged = regions.sink + regions.body(lengths)[:, None]
@@ -33,21 +31,21 @@ def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: Lengt
         ),
     )
     live = (position < lengths[:, None])[:, None, :, None]
-    found = []
+    by_codec = []
     for side, codec in enumerate(plan.codecs):
         stored = load_body(codec.body(1, 1, regions.block), state.body[side])
         own = by_side(params)[side]
         below = cross_layer.tokens_of(plan, carry, position[:, : regions.body_capacity])
         body = cross_layer.decoded(codec, own, codec.dequantize(own, state.stats[side], stored), below)
         rows = jnp.concatenate([part.astype(jnp.float32) for part in (state.sink[side], body, state.ring[side])], axis=2)
-        found.append(jnp.where(live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0))
-    return tuple(found)
+        by_codec.append(jnp.where(live, jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip"), 0))
+    return tuple(by_codec)
 
 
 def decode_vectors(
     plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, rope: Rope | None, carry: Tree = ()
 ) -> tuple[RowsBKTH, RowsBKTH]:
-    """Keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
+    """Return keys after RoPE and values of every cached token, fp32 [B, K, S, H]."""
     rows = decode_rows(plan, params, state, lengths, carry)
     positions = jnp.broadcast_to(jnp.arange(plan.regions.capacity), (lengths.shape[0], plan.regions.capacity))
     params = by_side(params)
@@ -55,7 +53,7 @@ def decode_vectors(
 
 
 def attend(q: QueryBNTH, k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]) -> Float[Array, "B N T H"]:
-    """softmax(q k^T / sqrt(H)) v in fp32; query head n reads KV head n // G."""
+    """Return softmax(q k^T / sqrt(H)) v in fp32; query head n reads KV head n // G."""
     batch, heads, tokens, head_dim = q.shape
     q_BKGTH = q.astype(jnp.float32).reshape(batch, k.shape[1], -1, tokens, head_dim)
     scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH, k.astype(jnp.float32)) * head_dim**-0.5

@@ -2,14 +2,14 @@
 
     out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
 
-The body is never decoded as a whole: one chunk of it is read, used and forgotten, and the loop's trip count follows the live length, not
-the capacity. Works for every codec, on every backend, for T >= 1 queries.
+The body is never dequantized as a whole: one chunk of it is read, used and forgotten, and the loop's trip count follows the live length,
+not the capacity. Works for every codec, on every backend, for T >= 1 queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,10 +19,9 @@ from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, T
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention import online_softmax
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
+from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most
 BODY_CHUNK_ELEMENTS = 11 << 16  # their rows of K or of V, or their scores, the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
@@ -39,11 +38,11 @@ def attend(
     limits: PositionsBT,
     read_body: BodyReader | None = None,
 ) -> QueryBNTH:
-    """softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
+    """Return softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
 
     windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows.
     body: what to read beyond the windows, see `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from
-    sink + limit on come from exact rows. What a query at padding gets is finite and unspecified. read_body adds the body's part:
+    sink + limit on come from exact rows. The output at padding is finite and unspecified. read_body adds the body's part:
     `read_chunks` unless given.
     """
     view = _view(plan, params, windows, body, inputs)
@@ -70,8 +69,10 @@ def attend(
 
 
 def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"], row_width: int = 0) -> int:
-    """Body tokens that query rows read in one step, whole blocks: neither their vectors nor their scores, nor cached rows of `row_width`
-    channels, exceed BODY_CHUNK_ELEMENTS."""
+    """Return how many body tokens query rows read in one step, whole blocks.
+
+    Neither their vectors nor their scores, nor cached rows of `row_width` channels, exceed BODY_CHUNK_ELEMENTS.
+    """
     batch, heads, queries, head_dim = rows.shape
     tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * max(heads * head_dim, heads * queries, row_width)))
     return min(max(tokens // block, 1) * block, capacity)
@@ -100,7 +101,7 @@ class View(NamedTuple):
 
 
 # (view, queries, their rows [B, K, R, H], the part of the exact rows) -> the part with the body added
-BodyReader: TypeAlias = Callable[[View, Queries, Array, online_softmax.Part], online_softmax.Part]
+BodyReader: TypeAlias = Callable[[View, Queries, Array, PartialAttention], PartialAttention]
 
 
 def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, inputs: LayerInputs) -> View:
@@ -123,7 +124,7 @@ def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, input
 
 
 def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body: BodyReader) -> QueryBNTH:
-    """Attention of up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them may see."""
+    """Attend with up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them may see."""
     batch, heads, tokens, head_dim = queries.q.shape
     group = heads // view.plan.heads
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
@@ -133,12 +134,12 @@ def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body
     return online_softmax.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
 
 
-def _add_exact(view: View, queries: Queries, rows: Array, part: online_softmax.Part, newest: int | Array) -> online_softmax.Part:
+def _add_exact(view: View, queries: Queries, rows: Array, part: PartialAttention, newest: int | Array) -> PartialAttention:
     regions, size = view.plan.regions, view.keys.shape[2]
     chunk = min(size, EXACT_CHUNK)
     aged = regions.sink + queries.limits[..., None]
 
-    def step(i: int | Array, part: online_softmax.Part) -> online_softmax.Part:
+    def step(i: int | Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
         k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
         held, real = (lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real))
@@ -151,8 +152,8 @@ def _add_exact(view: View, queries: Queries, rows: Array, part: online_softmax.P
     return lax.fori_loop(0, -(-(old + newest) // chunk), step, part)
 
 
-def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: online_softmax.Part) -> online_softmax.Part:
-    """`part` with the body added: one chunk after the other is decoded and used."""
+def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], part: PartialAttention) -> PartialAttention:
+    """Return `part` with the body added: one chunk after the other is dequantized and used."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
     size = regions.body_capacity
@@ -161,7 +162,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
     chunk = chunk_tokens(regions.block, size, rows, plan.row_width)
     query = plan.k.query(k_params, view.stats[k_home], rows)
 
-    def step(i: Array, part: online_softmax.Part) -> online_softmax.Part:
+    def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
         index = at + jnp.arange(chunk)
         held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
@@ -171,7 +172,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
             return load_chunk(specs, view.body[home], at // regions.block, chunk // regions.block)
 
         def weigh(weights: Float[Array, "B K R C"]) -> Float[Array, "B K R H"]:
-            then = at if plan.joint else _after(weights, at)  # joint rows are decoded once, for keys and values
+            then = at if plan.joint else _after(weights, at)  # joint rows are dequantized once, for keys and values
             return plan.v.weighted(v_params, view.stats[v_home], weights, read(v_home, then), held, view.rope)
 
         scores = _scaled(plan.k.scores(k_params, view.stats[k_home], query, read(k_home, at), held, view.rope), rows)
@@ -182,7 +183,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
 
 
 def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
-    """`at`, but not known before the weights are: these are never negative, and XLA does not know that.
+    """Return `at`, but not known before the weights are: these are never negative, and XLA does not know that.
 
     Without it the CPU backend unpacks a chunk of V beside that of K: 60 % more memory, 10 to 15 % more time (docs/decisions.md).
     """
@@ -194,11 +195,11 @@ def _scaled(scores: Float[Array, "B K R C"], rows: Float[Array, "B K R H"]) -> F
 
 
 def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[Array, "B 1 R C"]:
-    """A mask over tokens T repeated for the group-major query rows R = G * T."""
+    """Repeat a mask over tokens T for the group-major query rows R = G * T."""
     return jnp.tile(mask, (1, rows.shape[2] // mask.shape[1], 1))[:, None]
 
 
 def _window(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
-    """Where step i reads, and which of its entries no earlier step read: the last window is moved back to stay inside the array."""
+    """Return where step i reads, and which of its entries no earlier step read: the last window is moved back to stay inside the array."""
     at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
     return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk

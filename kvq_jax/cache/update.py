@@ -38,8 +38,8 @@ def prefill_layer(
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
-    how = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
-    after = append_layer(plan, params, state, inputs, carry, prefill=True, how=how)
+    launch = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
+    after = append_layer(plan, params, state, inputs, carry, prefill=True, launch=launch)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
     return out, after, carry
@@ -52,18 +52,18 @@ def decode_layer(
     was at its turn. `implementation`: see attention/dispatch.py."""
     params = by_side(params)
     _, heads, tokens, _ = inputs.q_rot.shape
-    how = dispatch.choose(implementation, plan, heads, tokens)
-    after = append_layer(plan, params, state, inputs, carry, prefill=False, how=how)
+    launch = dispatch.choose(implementation, plan, heads, tokens)
+    after = append_layer(plan, params, state, inputs, carry, prefill=False, launch=launch)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     limits = plan.regions.body(inputs.positions + 1)
-    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, how), after, carry
+    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, launch), after, carry
 
 
 def append_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, how: Launch | None = None
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, launch: Launch | None = None
 ) -> LayerState:
     """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
-    body, by a kernel where `how` launches one. `carry` is read where the plan builds on the layer below."""
+    body, by a kernel if `launch` is given. `carry` is read where the plan builds on the layer below."""
     params, regions = by_side(params), plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
@@ -72,7 +72,7 @@ def append_layer(
         rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
         sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
         ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, how))
+        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, launch))
     return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
 
 
@@ -143,7 +143,7 @@ def _age(
     total: LengthsB,
     carry: Tree,
     prefill: bool,
-    how: Launch | None,
+    launch: Launch | None,
 ) -> Tree:
     """The body with the blocks that leave the window when `start` tokens become `total`."""
     regions = plan.regions
@@ -161,9 +161,11 @@ def _age(
         below = cross_layer.tokens_of(plan, carry, position - regions.sink)
 
         def code(source: tuple[Array, Array | None]) -> Tree:
-            return dispatch.quantize(codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, how=how)
+            return dispatch.quantize(
+                codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, launch=launch
+            )
 
-        return code((source, below)) if how is not None else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
+        return code((source, below)) if launch is not None else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))

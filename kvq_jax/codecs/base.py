@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,8 @@ from kvq_jax.arrays.grouped_array import GroupFormat, Scheme
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.rope import Rope, rotate
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 Side = Literal["k", "v"]
 
@@ -174,12 +172,12 @@ class Codec(abc.ABC):
         values = self.vectors(params, self.dequantize(params, stats, body), positions, rope)
         return weigh_rows(weights, values)
 
-    def kernel_side(self) -> KernelSide | str:
+    def kernel_reader(self) -> Reader | str:
         """Return what fused kernels read the body with, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
-        """Return the arrays that the kernel's side reads, in its order."""
+        """Return the arrays that `kernel_reader` reads, in its order."""
         return jax.tree.leaves(body)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:

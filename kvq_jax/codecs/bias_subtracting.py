@@ -13,7 +13,7 @@ have such biases). Without the bias, codes do not depend on it at all.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +24,8 @@ from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerW
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.codecs.base import Codec, OutlierCounts
 from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.rope import Rope, cosines_and_sines, rotate
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 OPTION = "subtract_bias=true"
 
@@ -110,7 +108,7 @@ class BiasSubtracting(Codec):
         constant = dot_rows(turning.reshape(batch, 1, heads * rows, head_dim), table, lax.Precision.HIGHEST)
         return self.inner.scores(_own(params), stats, inner, body, positions, rope) + constant.reshape(batch, heads, rows, -1)
 
-    def kernel_side(self) -> KernelSide | str:
+    def kernel_reader(self) -> Reader | str:
         return f"{OPTION} adds the bias's share to the scores, which no kernel does"
 
     # channel_group_bits stays None: no code depends on the bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -14,11 +14,10 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
+from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +49,9 @@ class CodebookCodec(Codec):
     def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         return codebook_array.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
-    def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.codecs.kernel_readers import nonuniform as side
-
-        return side(self.format.layout, self.format.group, scale_dtype=self.format.scale_dtype, pre_rope=self.pre_rope)
+    def kernel_reader(self) -> Reader | str:
+        f = self.format
+        return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]

@@ -11,7 +11,6 @@ gives the same result. It is for kernels: in XLA on a CPU it is slower (docs/dec
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Int
 
@@ -19,11 +18,10 @@ from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.packing import PlaneLayout
+from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +50,8 @@ class GroupedCodec(Codec):
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
-    def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.codecs.kernel_readers import grouped
-
-        return grouped(self)
+    def kernel_reader(self) -> Reader | str:
+        return kernel_readers.grouped(self)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         if self.format.heads > 1:

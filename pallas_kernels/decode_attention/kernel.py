@@ -1,21 +1,22 @@
 """Decode attention over the body of a cache: split-K flash decoding.
 
-    o, m, l = parts of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b
+    m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b (partial_attention.py)
 
-One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The splits' parts are
-merged exactly outside (`merge_splits`), by a few small kernels of XLA. What the stored arrays mean is the readers' matter (readers/).
+One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The partial attention of
+all splits is merged exactly outside (`merge_splits`), by a few small kernels of XLA. Readers (readers/base.py) know what the stored arrays
+mean.
 
 Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are exact, a multiple of 32
 (of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to
-8 columns or the next power of two. H and all tile sides are powers of two. Arrays may be of any size: beyond 2^32 bytes Pallas computes
-offsets with 64 bits.
+8 columns or the next power of two. H and both sides of every tile are powers of two. Arrays may be of any size: beyond 2^32 bytes
+Pallas computes offsets with 64 bits.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,49 +25,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
-from pallas_kernels.launch import LAUNCH, Launch, launch, whole_array_but
-from pallas_kernels.readers.base import Side
-from pallas_kernels.readers.dense import Dense
-from pallas_kernels.readers.rotary import LONGEST_TILE, Rotated
+from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.shared import LOG2E
 from pallas_kernels.tiles.arithmetic import exp2
-from pallas_kernels.tiles.tile import SPAN, Tile, change_slots
+from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.tiles.tile import Tile, change_slots
+from pallas_kernels.triton_call import triton_call, whole_array_but
 
-NEG = -1e30  # stands for -inf: finite, so that a part without any token merges without nan
 LN2 = 0.6931471805599453
-
-
-class Part(NamedTuple):
-    """m the largest score, l = sum exp(s - m), o = sum exp(s - m) v: [B, K, G, 1], [B, K, G, 1], [B, K, G, H], fp32."""
-
-    m: Float[Array, "B K G 1"]
-    l: Float[Array, "B K G 1"]  # noqa: E741  # the name of this sum everywhere in the literature
-    o: Float[Array, "B K G H"]
 
 
 def decode_attention(
     q: Float[Array, "B K G H"],
-    keys: tuple[Side, Sequence[Array]],
-    values: tuple[Side, Sequence[Array]],
+    keys: tuple[Reader, Sequence[Array]],
+    values: tuple[Reader, Sequence[Array]],
     limits: Int[Array, " B"],
     *,
     capacity: int,
     tuning: Tuning | None = None,
-    how: Launch = LAUNCH,
-) -> Part:
-    """Attention of one query token of each sequence over its first limits[b] of `capacity` stored tokens; contract above.
+    launch: Launch = LAUNCH,
+) -> PartialAttention:
+    """Attend with one query token of each sequence to its first limits[b] of `capacity` stored tokens; contract above.
 
-    q [B, K, G, H], not scaled. keys, values: a side and its stored arrays. Rounds q, probabilities and dequantized values to fp16 (Dense:
-    to the stored dtype); scores, sums and the merge are fp32. ValueError where the tuning's tile does not fit the contract.
+    q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q, probabilities and dequantized values to fp16 (exact
+    rows: to their dtype); scores, sums and the merge are fp32. ValueError where the tuning's tile does not fit the contract.
     """
     batch, heads, group, channels = q.shape
     columns = max(8, pl.next_power_of_2(group))
     padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
-    tuning = tuning or tuning_for(k, v, channels, columns, capacity, how.asm)
+    tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
-    more = k.more_scores(q.astype(jnp.float32) * (LOG2E * channels**-0.5), k_stored, limits, how)
+    more = k.more_scores(q.astype(jnp.float32) * (LOG2E * channels**-0.5), k_stored, limits, launch)
     by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (_padded(more, by_slots[0]).reshape(batch, heads, *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
@@ -78,14 +71,14 @@ def decode_attention(
     shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in outputs]
     if v.adds_values:
         shapes.append(jax.ShapeDtypeStruct((batch, heads, *by_slots), jnp.float32))
-    out, largest, total, *scores = launch(
-        functools.partial(_kernel, sides=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=how.asm, columns=columns),
+    out, largest, total, *scores = triton_call(
+        functools.partial(_kernel, readers=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=launch.asm, columns=columns),
         name="decode_attention",
         grid=(batch, heads, splits),
         in_specs=[pl.BlockSpec((1,), lambda b, h, s: (b,)), *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in flat)],
         out_specs=[*(whole_array_but(3, shape, (0, 1, 2)) for shape in shapes[:3]), *(whole_array_but(2, s, (0, 1)) for s in shapes[3:])],
         out_shape=shapes,
-        how=how,
+        launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(limits.astype(jnp.int32), *flat)
@@ -97,38 +90,38 @@ def decode_attention(
     return part if more is None else part._replace(o=part.o + more)
 
 
-def _check(capacity: int, tile: int, k: Side, v: Side) -> None:
-    packed = not (isinstance(k, Dense) and isinstance(v, Dense))
-    if capacity % SPAN and packed:
+def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
+    if capacity % SPAN and (k.packed or v.packed):
         raise ValueError(f"{capacity=}: packed rows come in whole spans of {SPAN} tokens")
     if not SPAN <= tile <= capacity or tile & (tile - 1):
         raise ValueError(f"{tile=} is no power of two from {SPAN} to {capacity=}")
-    if isinstance(k, Rotated) and tile > LONGEST_TILE:
-        raise ValueError(f"{tile=}: keys before RoPE are turned in tiles of at most {LONGEST_TILE} tokens")
+    longest = min((reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile)
+    if tile > longest:
+        raise ValueError(f"{tile=}: these keys and values are read in tiles of at most {longest} tokens")
 
 
 def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"]:
     return jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[2]), (0, 0)))
 
 
-def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P G"], total: Float[Array, "B K P G"]) -> Part:
-    """The part of all splits P together, exactly, from their (o, m, l); m comes in units of log2."""
+def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P G"], total: Float[Array, "B K P G"]) -> PartialAttention:
+    """Merge the (o, m, l) of all splits P exactly; m comes in units of log2."""
     m = jnp.max(largest, axis=2, keepdims=True)
     shrink = jnp.exp2(largest - m)
     o = jnp.sum(out * shrink[:, :, :, None, None], axis=2)  # [B, K, C, W, G]
     o = jnp.moveaxis(o, 4, 2).reshape(*m.shape[:2], m.shape[3], -1)
-    return Part(m[:, :, 0, :, None] * LN2, jnp.sum(total * shrink, axis=2)[..., None], o)
+    return PartialAttention(m[:, :, 0, :, None] * LN2, jnp.sum(total * shrink, axis=2)[..., None], o)
 
 
 def _kernel(
-    limit_ref: Any, *refs: Any, sides: tuple[Side, Side], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
+    limit_ref: Any, *refs: Any, readers: tuple[Reader, Reader], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
 ) -> None:
-    # refs: query arrays, key arrays, value arrays, perhaps more scores (by slots), then o [C, W, G], m [G], l [G] of this program's split,
-    # and perhaps where all scores go (by slots)
+    # refs: arrays of the query, the keys and the values, more scores (by slots) if there are any; then o [C, W, G], m [G] and l [G] of this
+    # program's split, and room for all scores (by slots) if the reader of values asks for them
     ends = [sum(counts[: i + 1]) for i in range(4)]
     query, keys, values, added = (refs[end - count : end] for end, count in zip(ends, counts, strict=True))
     o_ref, m_ref, l_ref, *kept = refs[ends[3] :]
-    k, v = sides
+    k, v = readers
     size, splits = tuning.tile, pl.num_programs(2)
     limit = limit_ref[0]
     per_split = pl.cdiv(pl.cdiv(limit, splits), size)  # tiles
@@ -145,7 +138,7 @@ def _kernel(
             for a, s in enumerate(scores):
                 _keep(ref, s, tile, k.slots, a)
         if tile.masked:
-            scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG) for a, s in enumerate(scores)]
+            scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG_INF) for a, s in enumerate(scores)]
         new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0))
         shrink = exp2(largest - new, asm)
         weights = [exp2(s - new[None, :], asm) for s in scores]
@@ -163,7 +156,7 @@ def _kernel(
     count, width = v.chunks
     carry = (
         [jnp.zeros((width, columns), jnp.float32)] * count,
-        jnp.full((columns,), NEG, jnp.float32),
+        jnp.full((columns,), NEG_INF, jnp.float32),
         jnp.zeros((columns,), jnp.float32),
     )
     carry = lax.fori_loop(0, whole, whole_tile, carry)
@@ -175,19 +168,19 @@ def _kernel(
 
 
 def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:
-    """Indexes the tokens of a slot in scores [R, S / SPAN, slots, SPAN / slots], R query heads, padded to a power of two."""
+    """Index the tokens of a slot in scores [R, S / SPAN, slots, SPAN / slots], R query heads padded to a power of two."""
     return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), pl.ds(slot, 1), slice(None)
 
 
 def _more(ref: Any, tile: Tile, slots: int, slot: int, columns: int) -> Float[Array, "rows columns"]:
-    """The scores that are to be added for the tokens of a slot."""
+    """Read the scores that are to be added for the tokens of a slot."""
     heads, rows = ref.shape[0], tile.size // slots
-    found = jnp.swapaxes(ref[_rows_of_slot(tile, slot)].reshape(heads, rows), 0, 1)
-    return jnp.broadcast_to(found[:, None], (rows, columns // heads, heads)).reshape(rows, columns)
+    added = jnp.swapaxes(ref[_rows_of_slot(tile, slot)].reshape(heads, rows), 0, 1)
+    return jnp.broadcast_to(added[:, None], (rows, columns // heads, heads)).reshape(rows, columns)
 
 
 def _keep(ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int) -> None:
-    """Stores the scores of the tokens of a slot that count."""
+    """Store the scores of the tokens of a slot that count."""
     (rows, columns), heads = scores.shape, ref.shape[0]
     if columns > heads:
         copy = lax.broadcasted_iota(jnp.int32, (1, columns // heads, 1), 1)

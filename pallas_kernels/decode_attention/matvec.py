@@ -3,7 +3,7 @@
     scores            q . K^T     [B, K, G, S]
     weighted_values   p . V       [B, K, G, H]
 
-What attention does between its softmaxes, and what the InnerQ paper's tables time. For any side (readers/): InnerQ's grouping of keys is
+They are the work of attention around its softmax, and what the InnerQ paper's tables time. For any reader: InnerQ's grouping of keys is
 "channels", of values "tokens"; the other way round is outer grouping (KIVI).
 
 Contract. All S tokens of the capacity are read, so all of them must be finite. S is a multiple of the tile (and of a group's tokens, where
@@ -24,85 +24,84 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.decode_attention.tuning import TUNING, Tuning
-from pallas_kernels.launch import LAUNCH, Launch, launch, whole_array_but
-from pallas_kernels.readers.base import Side
-from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.shared import LOG2E
-from pallas_kernels.tiles.tile import SPAN, Tile
+from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.tiles.tile import Tile
+from pallas_kernels.triton_call import triton_call, whole_array_but
 
 _WHOLE = pl.BlockSpec((1,), lambda *_: (0,))
 
 
-def scores_tuning(side: Side, capacity: int) -> Tuning:
-    """The usual step of `scores`. Steps of 128 tokens spill, for each score that is to be stored takes a register; but half as many load
-    the statistics of channels as two bytes for each lane, which costs 2-bit keys more than the spills (docs/kernels.md)."""
-    two_bits_of_channels = isinstance(side, Grouped) and side.axis == "tokens" and side.planes.bits == 2
-    return Tuning(tile=128 if two_bits_of_channels and capacity % 128 == 0 else 64)
+def scores_tuning(reader: Reader, capacity: int) -> Tuning:
+    """Return the usual step of `scores`."""
+    return Tuning(tile=reader.scores_tile if capacity % reader.scores_tile == 0 else 64)
 
 
 def scores(
     q: Float[Array, "B K G H"],
-    side: Side,
+    reader: Reader,
     stored: Sequence[Array],
     *,
     capacity: int,
     tuning: Tuning | None = None,
-    how: Launch = LAUNCH,
+    launch: Launch = LAUNCH,
 ) -> Float[Array, "B K G S"]:
-    """q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (Dense: to the stored dtype)."""
+    """Return q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (exact rows: to their dtype)."""
     batch, heads, group, channels = q.shape
-    tuning = tuning or scores_tuning(side, capacity)
+    tuning = tuning or scores_tuning(reader, capacity)
     _check(capacity, tuning)
     rows, columns = _padded(group)
-    unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)  # sides scale as attention does
+    unscaled = _pad_heads(q.astype(jnp.float32) * (channels**0.5 / LOG2E), rows)  # readers scale as attention does
     # real heads lie columns / rows apart, so that a reshape separates them from the padding
     spread = jnp.pad(unscaled[:, :, :, None], ((0, 0),) * 3 + ((0, columns // rows - 1), (0, 0))).reshape(batch, heads, columns, channels)
-    query, arrays = side.query(spread, stored), side.arrays(stored)
+    query, arrays = reader.query(spread, stored), reader.arrays(stored)
     splits = tuning.splits(batch * heads, capacity)
-    shape = jax.ShapeDtypeStruct((batch, heads, *_by_slots(rows, capacity, side.slots)), jnp.float32)
-    [found] = launch(
-        functools.partial(_scores_kernel, side=side, query_arrays=len(query), tuning=tuning, asm=how.asm),
+    shape = jax.ShapeDtypeStruct((batch, heads, *_by_slots(rows, capacity, reader.slots)), jnp.float32)
+    [padded] = triton_call(
+        functools.partial(_scores_kernel, reader=reader, query_arrays=len(query), tuning=tuning, asm=launch.asm),
         name="matvec_scores",
         grid=(batch, heads, splits),
         in_specs=[_WHOLE, *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in (*query, *arrays))],
         out_specs=[whole_array_but(2, shape, (0, 1))],
         out_shape=[shape],
-        how=how,
+        launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(_tiles(capacity, tuning), *query, *arrays)
-    found = found.reshape(batch, heads, rows, capacity)[:, :, :group]
-    more = side.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), how)
-    return found if more is None else found + more
+    real = padded.reshape(batch, heads, rows, capacity)[:, :, :group]
+    more = reader.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), launch)
+    return real if more is None else real + more
 
 
 def weighted_values(
-    p: Float[Array, "B K G S"], side: Side, stored: Sequence[Array], *, tuning: Tuning = TUNING, how: Launch = LAUNCH
+    p: Float[Array, "B K G S"], reader: Reader, stored: Sequence[Array], *, tuning: Tuning = TUNING, launch: Launch = LAUNCH
 ) -> Float[Array, "B K G H"]:
-    """sum_t p_t v_t over every stored token, fp32. p may be in any float dtype; it is rounded to fp16 (Dense: to the stored dtype)."""
+    """Return sum_t p_t v_t over every stored token, fp32. p of any float dtype is rounded to fp16 (exact rows: to their dtype)."""
     batch, heads, group, capacity = p.shape
     _check(capacity, tuning)
     rows, columns = _padded(group)
-    weights = _pad_heads(p, rows).reshape(batch, heads, *_by_slots(rows, capacity, side.slots))
-    arrays = side.arrays(stored)
+    weights = _pad_heads(p, rows).reshape(batch, heads, *_by_slots(rows, capacity, reader.slots))
+    arrays = reader.arrays(stored)
     splits = tuning.splits(batch * heads, capacity)
-    count, width = side.chunks
+    count, width = reader.chunks
     shape = jax.ShapeDtypeStruct((batch, heads, splits, count, width, columns), jnp.float32)
-    [parts] = launch(
-        functools.partial(_values_kernel, side=side, tuning=tuning, columns=columns, asm=how.asm),
+    [partial_sums] = triton_call(
+        functools.partial(_values_kernel, reader=reader, tuning=tuning, columns=columns, asm=launch.asm),
         name="matvec_values",
         grid=(batch, heads, splits),
         in_specs=[_WHOLE, *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in (weights, *arrays))],
         out_specs=[whole_array_but(3, shape, (0, 1, 2))],
         out_shape=[shape],
-        how=how,
+        launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(_tiles(capacity, tuning), weights, *arrays)
-    total = jnp.sum(parts, axis=2)[..., :: columns // rows]  # [B, K, C, W, rows]
-    found = jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
-    more = side.more_values(p.astype(jnp.float32), stored, jnp.full((batch,), capacity))
-    return found if more is None else found + more
+    total = jnp.sum(partial_sums, axis=2)[..., :: columns // rows]  # [B, K, C, W, rows]
+    real = jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
+    more = reader.more_values(p.astype(jnp.float32), stored, jnp.full((batch,), capacity))
+    return real if more is None else real + more
 
 
 def _check(capacity: int, tuning: Tuning) -> None:
@@ -111,7 +110,7 @@ def _check(capacity: int, tuning: Tuning) -> None:
 
 
 def _padded(group: int) -> tuple[int, int]:
-    """(rows, columns): the query heads of a KV head as padded in memory and in the kernel."""
+    """Return (rows, columns): the query heads of a KV head as padded in memory and in the kernel."""
     rows = pl.next_power_of_2(group)
     return rows, max(8, rows)
 
@@ -121,20 +120,22 @@ def _pad_heads(x: Array, rows: int) -> Array:
 
 
 def _by_slots(rows: int, capacity: int, slots: int) -> tuple[int, ...]:
-    """The shape of one number for each head and token, in which the tokens of a slot can be indexed."""
+    """Return the shape of one number for each head and token, in which the tokens of a slot can be indexed."""
     return (rows, capacity) if slots == 1 else (rows, capacity // SPAN, slots, SPAN // slots)
 
 
 def _slot_index(tile: Tile, slots: int, slot: int) -> tuple[Any, ...]:
-    """Indexes the tokens of a slot, in an array of that shape."""
+    """Index the tokens of a slot in an array of that shape."""
     if slots == 1:
         return slice(None), pl.ds(tile.offset(1), tile.size)
     return slice(None), pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, slice(None)
 
 
 def _tiles(capacity: int, tuning: Tuning) -> Array:
-    """The number of tiles, for kernels to read: of a constant the compiler would follow all the offsets, and see through
-    `PairedWords.zero`."""
+    """Return the number of tiles as an array for kernels to read.
+
+    From a constant the compiler would work out all offsets, and see through `PairedWords.zero`.
+    """
     return jnp.full((1,), capacity // tuning.tile, jnp.int32)
 
 
@@ -144,40 +145,40 @@ def _tiles_of_split(tiles: Array) -> tuple[Array, Array]:
     return first, jnp.minimum(first + per_split, tiles)
 
 
-def _scores_kernel(tiles_ref: Any, *refs: Any, side: Side, query_arrays: int, tuning: Tuning, asm: bool) -> None:
+def _scores_kernel(tiles_ref: Any, *refs: Any, reader: Reader, query_arrays: int, tuning: Tuning, asm: bool) -> None:
     # refs: query arrays, stored arrays, then the scores [rows, S] (by slots) of a KV head
     query, arrays, out_ref = refs[:query_arrays], refs[query_arrays:-1], refs[-1]
     heads = out_ref.shape[0]
 
     def step(i: Array, carry: tuple[()]) -> tuple[()]:
         tile = Tile(tuning.tile, i * tuning.tile, i)
-        for slot, found in enumerate(side.scores(query, arrays, tile, asm)):
-            tokens, columns = found.shape
-            real = jnp.swapaxes(found, 0, 1)
+        for slot, of_slot in enumerate(reader.scores(query, arrays, tile, asm)):
+            tokens, columns = of_slot.shape
+            real = jnp.swapaxes(of_slot, 0, 1)
             if columns > heads:
                 column = lax.broadcasted_iota(jnp.int32, (1, columns // heads, 1), 1)
                 real = jnp.sum(jnp.where(column == 0, real.reshape(heads, columns // heads, tokens), 0.0), axis=1)
-            shape = (heads, tokens) if side.slots == 1 else (heads, tuning.tile // SPAN, SPAN // side.slots)
-            out_ref[_slot_index(tile, side.slots, slot)] = real.reshape(shape)
+            shape = (heads, tokens) if reader.slots == 1 else (heads, tuning.tile // SPAN, SPAN // reader.slots)
+            out_ref[_slot_index(tile, reader.slots, slot)] = real.reshape(shape)
         return carry
 
     lax.fori_loop(*_tiles_of_split(tiles_ref[0]), step, ())
 
 
-def _values_kernel(tiles_ref: Any, weight_ref: Any, *refs: Any, side: Side, tuning: Tuning, columns: int, asm: bool) -> None:
+def _values_kernel(tiles_ref: Any, weight_ref: Any, *refs: Any, reader: Reader, tuning: Tuning, columns: int, asm: bool) -> None:
     # refs: weights [rows, S] (by slots) and stored arrays of a KV head, then the sums [C, W, columns] of this program's split
     arrays, out_ref = refs[:-1], refs[-1]
-    heads, tokens = weight_ref.shape[0], tuning.tile // side.slots
+    heads, tokens = weight_ref.shape[0], tuning.tile // reader.slots
 
     def weights(tile: Tile, slot: int) -> Array:
-        found = weight_ref[_slot_index(tile, side.slots, slot)].astype(jnp.float32).reshape(heads, 1, tokens)
-        return jnp.swapaxes(jnp.broadcast_to(found, (heads, columns // heads, tokens)).reshape(columns, tokens), 0, 1)
+        of_slot = weight_ref[_slot_index(tile, reader.slots, slot)].astype(jnp.float32).reshape(heads, 1, tokens)
+        return jnp.swapaxes(jnp.broadcast_to(of_slot, (heads, columns // heads, tokens)).reshape(columns, tokens), 0, 1)
 
     def step(i: Array, sums: list[Array]) -> list[Array]:
         tile = Tile(tuning.tile, i * tuning.tile, i)
-        return side.weigh([weights(tile, slot) for slot in range(side.slots)], arrays, tile, sums, asm)
+        return reader.weigh([weights(tile, slot) for slot in range(reader.slots)], arrays, tile, sums, asm)
 
-    count, width = side.chunks
+    count, width = reader.chunks
     sums = lax.fori_loop(*_tiles_of_split(tiles_ref[0]), step, [jnp.zeros((width, columns), jnp.float32)] * count)
     for c in range(count):
         out_ref[c, :, :] = sums[c]

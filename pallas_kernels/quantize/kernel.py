@@ -43,18 +43,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int16
 
-from pallas_kernels.launch import LAUNCH, Launch, launch, whole_array_but
-from pallas_kernels.quantize.rounding import Job, Levels, Scheme, cleaned, finite_or, fold, is_plain, within_limit
-from pallas_kernels.readers.grouped import Grouped
-from pallas_kernels.tiles.layout import SUPPORTED_BITS, Planes
-from pallas_kernels.tiles.tile import SPAN
+from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.quantize.rounding import Job, Quantizer, Scheme, cleaned, finite_or, fold, is_plain, within_limit
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, PlaneLayout
+from pallas_kernels.triton_call import triton_call, whole_array_but
 
 _AT_ONCE = 4  # tokens of a loop step over the tokens of a group
 
 
 class Packed(NamedTuple):
-    """words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B, K, H / group, T] over channels, [B, K, T / group, H]
-    over tokens; zero is None where the side stores none."""
+    """Quantized rows. words: int16 [B, K, T / slots, tiles * W] of each plane set. scale, zero: [B, K, H / group, T] over channels,
+    [B, K, T / group, H] over tokens; zero is None where the reader takes none."""
 
     words: tuple[Int16[Array, "B K rows words"], ...]
     scale: Float[Array, "B K groups rest"]
@@ -63,8 +63,11 @@ class Packed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeTuning:
-    """What changes only the speed. warp_channels: channels of a span for which a program has one warp, where groups run over channels. row:
-    elements of the token rows that a program of one warp codes side by side, where groups run over tokens."""
+    """Parameters that change only the speed.
+
+    warp_channels: channels of a span for which a program has one warp, where groups run over channels. row: elements of the token rows that
+    a program of one warp codes side by side, where groups run over tokens.
+    """
 
     warp_channels: int = 128
     row: int = 512
@@ -75,28 +78,28 @@ QUANTIZE_TUNING = QuantizeTuning()
 
 def quantize_rows(
     rows: Float[Array, "B K T H"],
-    side: Grouped,
+    reader: GroupedReader,
     scheme: Scheme,
     bits: int,
     *,
     divisor: Float[Array, "B K 1 H"] | None = None,
     tuning: QuantizeTuning = QUANTIZE_TUNING,
-    how: Launch = LAUNCH,
+    launch: Launch = LAUNCH,
 ) -> Packed:
-    """rows / divisor, quantized and packed as `side` reads them; equations, exactness and cost are in the module's docstring.
+    """Quantize rows / divisor and pack them as `reader` reads them; equations, exactness and cost are in the module's docstring.
 
-    rows: float32, bfloat16 or float16, T a multiple of 32 (and of the group, over tokens), H = the side's channels. bits: as the scheme
-    counts them, so sym and hybrid codes take bits + 1. A side that stores zeros takes every scheme, one that does not (centre =
+    rows: float32, bfloat16 or float16, T a multiple of 32 (and of the group, over tokens), H = the reader's channels. bits: as the scheme
+    counts them, so sym and hybrid codes take bits + 1. A reader of zero points takes every scheme, one without (centre =
     2^bits - 1) sym only.
     divisor: fp32, finite and not 0; multiplied as its reciprocal.
     Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans.
     ValueError where that does not hold.
     """
-    _check(rows, side, scheme, bits)
+    _check(rows, reader, scheme, bits)
     batch, heads, tokens, channels = rows.shape
-    p, group = side.planes, side.group
-    dtype = jnp.dtype(side.scale_dtype)
-    over_tokens = side.axis == "tokens"
+    p, group = reader.layout, reader.group
+    dtype = jnp.dtype(reader.scale_dtype)
+    over_tokens = reader.axis == "tokens"
     count = tokens // (group if over_tokens else SPAN)
     spans = _largest_power_of_two(count, max(1, tuning.row // channels)) if over_tokens else 1
 
@@ -108,51 +111,51 @@ def quantize_rows(
     unit = group if over_tokens else SPAN
     source = rows.reshape(cut(tokens, group, channels, rows.dtype).shape)
     words = [cut(tokens // p.slots, unit // p.slots, p.tiles(b) * p.width, jnp.int16) for b in p.sets]
-    statistic = jax.ShapeDtypeStruct((batch, heads, *((count, channels) if over_tokens else (channels // group, tokens))), dtype)
-    statistics = [statistic] * (1 if side.centre is not None else 2)
+    scale = jax.ShapeDtypeStruct((batch, heads, *((count, channels) if over_tokens else (channels // group, tokens))), dtype)
+    scales = [scale] * (1 if reader.centre is not None else 2)
 
     def token_block(array: Any) -> pl.BlockSpec:
         block = (spans, *array.shape[3:]) if over_tokens else (array.shape[2] // count, array.shape[3])
         return pl.BlockSpec((None, None, *block), lambda b, k, s: (b, k, s, *[0] * (len(block) - 1)))
 
-    def statistic_block(array: Any) -> pl.BlockSpec:
+    def scale_block(array: Any) -> pl.BlockSpec:
         if over_tokens:
             return token_block(array)
         return pl.BlockSpec((None, None, channels // group, SPAN), lambda b, k, s: (b, k, 0, s))
 
     inputs = [source] if divisor is None else [source, divisor.astype(jnp.float32)]
-    job = Job(side, scheme, bits, divisor is not None, spans, how.asm)
-    found = launch(
+    job = Job(reader, scheme, bits, divisor is not None, spans, launch.asm)
+    outputs = triton_call(
         functools.partial(_token_kernel if over_tokens else _channel_kernel, job=job),
-        name=f"quantize_{scheme}_{side.axis}",
+        name=f"quantize_{scheme}_{reader.axis}",
         grid=(batch, heads, count // spans),
         in_specs=[token_block(source), *(whole_array_but(2, array, (0, 1)) for array in inputs[1:])],
-        out_specs=[*map(token_block, words), *map(statistic_block, statistics)],
-        out_shape=[*words, *statistics],
-        how=how,
+        out_specs=[*map(token_block, words), *map(scale_block, scales)],
+        out_shape=[*words, *scales],
+        launch=launch,
         num_warps=1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, tuning.warp_channels)),
         num_stages=1,
     )(*inputs)
     sets = len(words)
-    flat = tuple(w.reshape(batch, heads, tokens // p.slots, -1) for w in found[:sets])
-    return Packed(flat, found[sets], found[sets + 1] if len(statistics) == 2 else None)
+    flat = tuple(w.reshape(batch, heads, tokens // p.slots, -1) for w in outputs[:sets])
+    return Packed(flat, outputs[sets], outputs[sets + 1] if len(scales) == 2 else None)
 
 
-def _check(rows: Array, side: Grouped, scheme: Scheme, bits: int) -> None:
-    p, (tokens, channels) = side.planes, rows.shape[2:]
+def _check(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) -> None:
+    p, (tokens, channels) = reader.layout, rows.shape[2:]
     if scheme not in ("asym", "sym", "hybrid"):
         raise ValueError(f"{scheme=}: choose 'asym', 'sym' or 'hybrid'")
     if p.bits not in SUPPORTED_BITS or (bits if scheme == "asym" else bits + 1) > p.bits:
         raise ValueError(f"{scheme=} with {bits=} does not fit codes of {p.bits} bits (kernels pack {SUPPORTED_BITS} bits)")
-    if side.centre is not None and (scheme != "sym" or side.centre != 2**bits - 1):
+    if reader.centre is not None and (scheme != "sym" or reader.centre != 2**bits - 1):
         raise ValueError(
-            f"a side without zeros (centre={side.centre}) takes scheme='sym' with bits={(side.centre + 1).bit_length() - 1} only"
+            f"a reader without zeros (centre={reader.centre}) takes scheme='sym' with bits={(reader.centre + 1).bit_length() - 1} only"
         )
     if channels != p.channels or p.chunks * p.width != channels:
         raise ValueError(f"rows of {channels} channels do not fill {p.chunks} chunks of {p.width} channels: use the XLA path")
-    grouped, whole, size = ("channels", p.width, channels) if side.axis == "channels" else ("tokens", SPAN, tokens)
-    if side.group % whole or size % side.group:
-        raise ValueError(f"groups of {side.group} {grouped} must be a multiple of {whole} and divide {size}")
+    grouped, whole, size = ("channels", p.width, channels) if reader.axis == "channels" else ("tokens", SPAN, tokens)
+    if reader.group % whole or size % reader.group:
+        raise ValueError(f"groups of {reader.group} {grouped} must be a multiple of {whole} and divide {size}")
     if tokens % SPAN or not tokens:
         raise ValueError(f"{tokens} tokens are not a positive multiple of {SPAN}")
 
@@ -161,17 +164,17 @@ def _largest_power_of_two(divides: int, up_to: int) -> int:
     return min(divides & -divides, 1 << (up_to.bit_length() - 1))
 
 
-class _Words:
+class _WordWriter:
     """Words of one row of tiles, filled code by code and stored as soon as they are full."""
 
-    def __init__(self, planes: Planes, store: Callable[[int, int, Array], None]):
-        """store(plane set, tile, int16 words)."""
-        self._planes, self._store = planes, store
+    def __init__(self, layout: PlaneLayout, store: Callable[[int, int, Array], None]):
+        """store: called with (plane set, tile, int16 words)."""
+        self._layout, self._store = layout, store
         self._words: dict[tuple[int, int], tuple[Array, int]] = {}
 
     def add(self, slot: int, chunk: int, level: Array) -> None:
-        """The codes of a chunk of a token slot, as `Job.levels` gives them."""
-        p, field = self._planes, self._planes.field(slot, chunk)
+        """Add the codes of a chunk of a token slot, as `Job.levels` gives them."""
+        p, field = self._layout, self._layout.field(slot, chunk)
         bits = lax.bitcast_convert_type(level, jnp.int32)
         low = p.sets[0]
         self._put(0, field.tile, bits, field.shift + field.position, ((1 << low) - 1) if len(p.sets) == 2 else None)
@@ -185,36 +188,36 @@ class _Words:
             moved = moved & np.int32(mask << shift if shift >= 0 else mask >> -shift)
         word, count = self._words.pop((plane_set, tile), (None, 0))
         word = moved if word is None else word | moved
-        if count + 1 == 16 // self._planes.sets[plane_set]:
+        if count + 1 == 16 // self._layout.sets[plane_set]:
             self._store(plane_set, tile, word.astype(jnp.int16))
         else:
             self._words[plane_set, tile] = word, count + 1
 
 
 def _open(refs: Sequence[Any], job: Job) -> tuple[Any, Any, Sequence[Any], Any, Any]:
-    """rows, divisor or None, words of each plane set, scale, zero or None."""
+    """Return (rows, divisor or None, words of each plane set, scale, zero or None)."""
     rows, *rest = refs
     divisor = rest.pop(0) if job.divided else None
-    sets = len(job.side.planes.sets)
-    return rows, divisor, rest[:sets], rest[sets], rest[sets + 1] if job.side.centre is None else None
+    sets = len(job.reader.layout.sets)
+    return rows, divisor, rest[:sets], rest[sets], rest[sets + 1] if job.reader.centre is None else None
 
 
 def _inverse_divisor(divisor: Any, job: Job, chunk: int) -> Array | None:
-    """[1, W]"""
-    width = job.side.planes.width
+    """Return 1 / divisor of a chunk, [1, W]; None without one."""
+    width = job.reader.layout.width
     return None if divisor is None else 1.0 / divisor[:, pl.ds(chunk * width, width)]
 
 
 def _channel_kernel(*refs: Any, job: Job) -> None:
-    """One span of tokens. Group by group: a tile [32 / slots, W] for each of its chunks is loaded, coded and packed in registers."""
+    """Quantize one span of tokens, group by group: a tile [32 / slots, W] for each chunk is loaded, coded and packed in registers."""
     # rows [32, H], divisor [1, H], words [32 / slots, tiles * W], scale and zero [H / group, 32]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
-    p, run, per_group = job.side.planes, SPAN // job.side.planes.slots, job.side.group // job.side.planes.width
+    p, run, per_group = job.reader.layout, SPAN // job.reader.layout.slots, job.reader.group // job.reader.layout.width
 
     def store(plane_set: int, tile: int, word: Array) -> None:
         word_refs[plane_set][:, pl.ds(tile * p.width, p.width)] = word
 
-    words = _Words(p, store)
+    words = _WordWriter(p, store)
     units = [(slot, group) for slot in range(p.slots) for group in range(p.chunks // per_group)]
     # in the order of tiles, so that few words are open at a time
     for slot, group in sorted(units, key=lambda unit: p.field(unit[0], unit[1] * per_group).tile):
@@ -225,16 +228,16 @@ def _channel_kernel(*refs: Any, job: Job) -> None:
             x = rows[tokens, pl.ds(c * p.width, p.width)].astype(jnp.float32)
             inverse = _inverse_divisor(divisor, job, c)
             tiles.append(x if inverse is None else x * inverse)
-        levels, how = _code_tiles(tiles, job)
+        levels, quantizer = _code_tiles(tiles, job)
         for chunk, level in zip(chunks, levels, strict=True):
             words.add(slot, chunk, level)
-        scale_ref[group, tokens] = how.scale[:, 0].astype(scale_ref.dtype)
+        scale_ref[group, tokens] = quantizer.scale[:, 0].astype(scale_ref.dtype)
         if zero_ref is not None:
-            zero_ref[group, tokens] = how.zero[:, 0].astype(zero_ref.dtype)
+            zero_ref[group, tokens] = quantizer.zero[:, 0].astype(zero_ref.dtype)
 
 
-def _code_tiles(tiles: list[Array], job: Job) -> tuple[list[Array], Levels]:
-    """Codes of groups that run over axis 1 of the tiles side by side."""
+def _code_tiles(tiles: list[Array], job: Job) -> tuple[list[Array], Quantizer]:
+    """Quantize groups that run over axis 1 of the tiles side by side."""
 
     def reduced(operation: Any, pairwise: Any, tiles: list[Array]) -> Array:
         return operation(fold(pairwise, tiles), axis=1)[:, None]
@@ -249,28 +252,31 @@ def _code_tiles(tiles: list[Array], job: Job) -> tuple[list[Array], Levels]:
     plain = is_plain(low, high, reduced(jnp.sum, jnp.add, tiles), job.limit)
     tiles, low, high = lax.cond(plain, lambda: (tiles, low, high), finite)
     schemes = job.schemes(low, high)
-    levels = [[job.levels(x, how) for x in tiles] for how in schemes]
+    levels = [[job.levels(x, quantizer) for x in tiles] for quantizer in schemes]
     if len(schemes) == 1:
         return levels[0], schemes[0]
     errors = [
-        reduced(jnp.sum, jnp.add, [job.error(x, level, how) for x, level in zip(tiles, found, strict=True)])
-        for found, how in zip(levels, schemes, strict=True)
+        reduced(jnp.sum, jnp.add, [job.error(x, level, quantizer) for x, level in zip(tiles, of_scheme, strict=True)])
+        for of_scheme, quantizer in zip(levels, schemes, strict=True)
     ]
     choose_sym = errors[0] > errors[1]
     chosen = [jnp.where(choose_sym, sym, asym) for asym, sym in zip(*levels, strict=True)]
     return chosen, _choose(choose_sym, *schemes)
 
 
-def _choose(choose_sym: Array, asym: Levels, sym: Levels) -> Levels:
-    return Levels(*(jnp.where(choose_sym, s, a) for a, s in zip(asym, sym, strict=True)))
+def _choose(choose_sym: Array, asym: Quantizer, sym: Quantizer) -> Quantizer:
+    return Quantizer(*(jnp.where(choose_sym, s, a) for a, s in zip(asym, sym, strict=True)))
 
 
 def _token_kernel(*refs: Any, job: Job) -> None:
-    """Some groups of tokens side by side, one row [groups, W] of each at a time: so a group's statistics are elementwise, and no lane waits
-    for another. Chunk by chunk the statistics, then word row by word row the codes; the rows are read again from the GPU's caches."""
+    """Quantize some groups of tokens side by side, one row [groups, W] of each at a time.
+
+    So the range of a group is elementwise, and no lane waits for another. Chunk by chunk the scales, then word row by word row the codes;
+    the rows are read again from the GPU's caches.
+    """
     # rows [groups, group, H], divisor [1, H], words [groups, group / slots, tiles * W], scale and zero [groups, H]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
-    p, slots, run = job.side.planes, job.side.planes.slots, SPAN // job.side.planes.slots
+    p, slots, run = job.reader.layout, job.reader.layout.slots, SPAN // job.reader.layout.slots
     inverses = [_inverse_divisor(divisor, job, c) for c in range(p.chunks)]
 
     def load(token: Any, chunk: int) -> Array:
@@ -278,47 +284,47 @@ def _token_kernel(*refs: Any, job: Job) -> None:
         inverse = inverses[chunk]
         return x if inverse is None else x * inverse
 
-    found = []
+    chunks = []
     for c in range(p.chunks):
         low, high, plain = _token_range(functools.partial(load, chunk=c), job)
-        how = _token_levels(functools.partial(load, chunk=c), low, high, plain, job)
-        scale_ref[:, pl.ds(c * p.width, p.width)] = how.scale.astype(scale_ref.dtype)
+        quantizer = _token_quantizer(functools.partial(load, chunk=c), low, high, plain, job)
+        scale_ref[:, pl.ds(c * p.width, p.width)] = quantizer.scale.astype(scale_ref.dtype)
         if zero_ref is not None:
-            zero_ref[:, pl.ds(c * p.width, p.width)] = how.zero.astype(zero_ref.dtype)
-        found.append((low, high, plain, how))
+            zero_ref[:, pl.ds(c * p.width, p.width)] = quantizer.zero.astype(zero_ref.dtype)
+        chunks.append((low, high, plain, quantizer))
 
     def write(clean: bool) -> None:
         def word_row(row: Array, _: None) -> None:
             def store(plane_set: int, tile: int, word: Array) -> None:
                 word_refs[plane_set][:, row, pl.ds(tile * p.width, p.width)] = word
 
-            words = _Words(p, store)
+            words = _WordWriter(p, store)
             within = row & (run - 1)
             first = (row - within) * slots + within
             for slot in range(slots):
-                for c, (low, high, _, how) in enumerate(found):
+                for c, (low, high, _, quantizer) in enumerate(chunks):
                     x = load(first + slot * run, c)
-                    words.add(slot, c, job.levels(cleaned(x, low, high) if clean else x, how))
+                    words.add(slot, c, job.levels(cleaned(x, low, high) if clean else x, quantizer))
 
-        lax.fori_loop(0, job.side.group // slots, word_row, None)
+        lax.fori_loop(0, job.reader.group // slots, word_row, None)
 
-    plain = fold(jnp.logical_and, [plain for _, _, plain, _ in found])
+    plain = fold(jnp.logical_and, [plain for _, _, plain, _ in chunks])
     pl.when(plain)(lambda: write(clean=False))
     pl.when(jnp.logical_not(plain))(lambda: write(clean=True))
 
 
 def _over_tokens(job: Job, step: Callable[[list[Array], Any], Any], load: Callable[[Any], Array], carry: Any, at_once: int) -> Any:
-    """step(rows of some tokens, carry) for all tokens of a group."""
+    """Carry step(rows of some tokens, carry) through all tokens of a group."""
 
     def body(i: Array, carry: Any) -> Any:
         return step([load(i * at_once + j) for j in range(at_once)], carry)
 
-    return lax.fori_loop(0, job.side.group // at_once, body, carry)
+    return lax.fori_loop(0, job.reader.group // at_once, body, carry)
 
 
 def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, Array]:
-    """(low, high, plain) of groups that run over tokens."""
-    shape = (job.spans, job.side.planes.width)
+    """Return (low, high, plain) of groups that run over tokens."""
+    shape = (job.spans, job.reader.layout.width)
     start = jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf)
 
     def step(tiles: list[Array], carry: Any) -> Any:
@@ -340,16 +346,16 @@ def _token_range(load: Callable[[Any], Array], job: Job) -> tuple[Array, Array, 
     return low, high, plain
 
 
-def _token_levels(load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: Job) -> Levels:
-    """The levels of groups that run over tokens, chosen for each in the hybrid scheme."""
+def _token_quantizer(load: Callable[[Any], Array], low: Array, high: Array, plain: Array, job: Job) -> Quantizer:
+    """Return the quantizers of groups that run over tokens, chosen for each in the hybrid scheme."""
     schemes = job.schemes(low, high)
     if len(schemes) == 1:
         return schemes[0]
 
     def step(tiles: list[Array], errors: Any) -> Any:
         return [
-            fold(jnp.add, [error, *(job.error(x, job.levels(x, how), how) for x in tiles)])
-            for error, how in zip(errors, schemes, strict=True)
+            fold(jnp.add, [error, *(job.error(x, job.levels(x, quantizer), quantizer) for x in tiles)])
+            for error, quantizer in zip(errors, schemes, strict=True)
         ]
 
     start = [jnp.zeros(low.shape)] * 2

@@ -1,4 +1,4 @@
-"""From the range of a group to its scale, its zero and the constants that turn its elements into codes: the arithmetic of kernel.py."""
+"""From the range of a group to its scale, its zero point and the constants that turn its elements into codes: what kernel.py computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.arithmetic import multiply_add
 
 Scheme = Literal["asym", "sym", "hybrid"]
@@ -21,8 +21,8 @@ _ROUND = 1.5 * 2**23  # fp32 numbers of this size are whole, and their low bits 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
-class Levels(NamedTuple):
-    """How the elements of groups become codes: round((x - origin) * inverse + first) - near, clipped to 0 .. top.
+class Quantizer(NamedTuple):
+    """Constants that turn the elements of groups into codes: round((x - origin) * inverse + first) - near, clipped to 0 .. top.
 
     Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is Job.near, but in groups of zeros.
     """
@@ -39,7 +39,7 @@ class Levels(NamedTuple):
 class Job:
     """Static facts of a launch, and the arithmetic that both kernels share."""
 
-    side: Grouped
+    reader: GroupedReader
     scheme: Scheme
     bits: int
     divided: bool
@@ -53,42 +53,43 @@ class Job:
     @property
     def limit(self) -> float:
         """Entries beyond it saturate: a group's range must fit the stored dtype."""
-        return float(jnp.finfo(self.side.scale_dtype).max) / 2
+        return float(jnp.finfo(self.reader.scale_dtype).max) / 2
 
     @property
     def near(self) -> float:
         """An fp32 number of this size is a multiple of 2^(code bits - 21)."""
-        return _ROUND * 2.0 ** (self.side.planes.bits - 21)
+        return _ROUND * 2.0 ** (self.reader.layout.bits - 21)
 
-    def schemes(self, low: Array, high: Array) -> list[Levels]:
-        """Of groups with these ranges: asym, sym or, for hybrid, both."""
+    def schemes(self, low: Array, high: Array) -> list[Quantizer]:
+        """Return the quantizers of groups with these ranges: asym, sym or, for hybrid, both."""
         return [make(low, high) for name, make in (("asym", self._asym), ("sym", self._sym)) if self.scheme in (name, "hybrid")]
 
-    def _asym(self, low: Array, high: Array) -> Levels:
+    def _asym(self, low: Array, high: Array) -> Quantizer:
         scale, zero = self.stored((high - low) / self.reach), self.stored(low)
         inverse = 1.0 / jnp.where(scale < _SMALLEST, 1.0, scale)
-        return Levels(scale, zero, zero, inverse, self.near, float(self.reach))
+        return Quantizer(scale, zero, zero, inverse, self.near, float(self.reach))
 
-    def _sym(self, low: Array, high: Array) -> Levels:
+    def _sym(self, low: Array, high: Array) -> Quantizer:
         scale = self.stored(jnp.maximum(-low, high) / self.reach)
         exact = scale * -float(self.reach)
         empty = scale < _SMALLEST  # a group of zeros has its middle code everywhere
         inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, scale))
         first = jnp.where(empty, self.near + self.reach, self.near)
-        return Levels(scale, self.stored(exact), exact, inverse, first, 2.0 * self.reach)
+        return Quantizer(scale, self.stored(exact), exact, inverse, first, 2.0 * self.reach)
 
-    def stored(self, statistic: Array) -> Array:
-        """Rounded to the dtype that is stored, in fp32."""
-        return statistic.astype(self.side.scale_dtype).astype(jnp.float32)
+    def stored(self, scale: Array) -> Array:
+        """Round a scale or zero point to the dtype that is stored, in fp32."""
+        return scale.astype(self.reader.scale_dtype).astype(jnp.float32)
 
-    def levels(self, x: Array, how: Levels) -> Array:
-        """_ROUND + code of each element, exactly."""
+    def levels(self, x: Array, quantizer: Quantizer) -> Array:
+        """Return _ROUND + code of each element, exactly."""
         # max and min stand between the additions of constants, which XLA would otherwise join where it interprets the kernel
-        q = jnp.maximum(self._multiply_add(x - how.origin, how.inverse, how.first), self.near)
-        return jnp.minimum(q + (_ROUND - self.near), _ROUND + how.top)
+        q = jnp.maximum(self._multiply_add(x - quantizer.origin, quantizer.inverse, quantizer.first), self.near)
+        return jnp.minimum(q + (_ROUND - self.near), _ROUND + quantizer.top)
 
-    def error(self, x: Array, level: Array, how: Levels) -> Array:
-        return jnp.abs(self._multiply_add(level - _ROUND, how.scale, how.zero) - x)
+    def error(self, x: Array, level: Array, quantizer: Quantizer) -> Array:
+        """Return how far each element is from what its code stands for."""
+        return jnp.abs(self._multiply_add(level - _ROUND, quantizer.scale, quantizer.zero) - x)
 
     def _multiply_add(self, a: Array, b: Number, c: Number) -> Array:
         if not self.asm:
@@ -97,8 +98,10 @@ class Job:
 
 
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:
-    """Whether no element is non-finite or beyond the limit. total: sums of elements, which any non-finite one leaves non-finite; the GPU's
-    min and max pass over nan."""
+    """Return whether no element is non-finite or beyond the limit.
+
+    total: sums of elements, which any non-finite one leaves non-finite; the GPU's min and max pass over nan.
+    """
     worst = jnp.where(jnp.abs(total) < jnp.inf, jnp.maximum(-low, high), jnp.inf)
     while worst.ndim:
         worst = jnp.max(worst, axis=0)
@@ -106,18 +109,20 @@ def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array,
 
 
 def finite_or(x: Array, otherwise: float) -> Array:
+    """Replace non-finite elements."""
     return jnp.where(jnp.abs(x) < jnp.inf, x, otherwise)
 
 
 def within_limit(bound: Array, limit: float) -> Array:
-    """A minimum or maximum of finite elements; 0 where there was none."""
+    """Clip a minimum or maximum of finite elements to the limit; 0 where there was none."""
     return jnp.clip(finite_or(bound, 0.0), -limit, limit)
 
 
 def cleaned(x: Array, low: Array, high: Array) -> Array:
-    """Infinite elements become the group's extremes, and nan its level nearest zero."""
+    """Replace infinite elements by the group's extremes, and nan by its level nearest zero."""
     return jnp.clip(jnp.where(x == x, x, 0.0), low, high)
 
 
 def fold(operation: Callable[[Array, Array], Array], tiles: Sequence[Array]) -> Array:
+    """Combine tiles in their order."""
     return functools.reduce(operation, tiles)

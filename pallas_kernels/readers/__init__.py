@@ -1,1 +1,1 @@
-"""Readers: how a kernel turns one tile of a stored format into scores or weighted values."""
+"""Readers turn one tile of a stored format into scores or weighted values inside a kernel."""

@@ -1,6 +1,6 @@
-"""Hooks of the decode-attention skeleton: what turns the stored arrays of one side of a cache into scores, or into weighted values.
+"""The protocol of readers: what turns the stored arrays of keys, or of values, into scores or into weighted values inside a kernel.
 
-A side is static. Keys and values are independent: any side serves as either. A hook is called once for each tile of tokens, reads the
+A reader is static. Keys and values are independent: any reader serves for either. A hook is called once for each tile of tokens, reads the
 arrays where they lie and leaves nothing in memory.
 
                         scores of a tile                                  weighted values of a tile
@@ -10,26 +10,45 @@ arrays where they lie and leaves nothing in memory.
 
 Token-major tiles meet the query heads of a KV head as the N columns of a tensor-core dot, N = 8 for up to 8 heads: half the work of the
 usual M = 16 rows, most of which would be padding.
+
+This module imports no Triton: what only asks for a reader's type does not import the kernels.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import Launch
-from pallas_kernels.tiles.arithmetic import Half
+from pallas_kernels.readers.turn import Turn
+from pallas_kernels.tiles.halves import Half
 from pallas_kernels.tiles.tile import Tile
 
 Rows = list[Float[Array, "rows GP"]]
 
 
-class Side(abc.ABC):
-    """Keys or values of one layer, as a kernel reads them. Arrays have leading axes [B, K], which a kernel's block fixes; either may be
-    shorter where neighbours share an entry: 1 where all rows of the batch, or all heads, do."""
+class Step(NamedTuple):
+    """The most that a loop step of decode attention reads without spilling, counted from machine code (docs/kernels.md).
+
+    tile: tokens. stages: of Triton's pipeline. warps: of a program. crowded: the registers are full of what a step computes, so array
+    operations, which hold more at a time than assembly, take half as many tokens.
+    """
+
+    tile: int
+    stages: int = 3
+    warps: int = 1
+    crowded: bool = False
+
+
+class Reader(abc.ABC):
+    """Keys or values of one layer, as a kernel reads them.
+
+    Arrays have leading axes [B, K], which a kernel's block fixes; either may be shorter where neighbours share an entry: 1 where all rows
+    of the batch, or all heads, do.
+    """
 
     @property
     @abc.abstractmethod
@@ -39,41 +58,75 @@ class Side(abc.ABC):
     @property
     @abc.abstractmethod
     def chunks(self) -> tuple[int, int]:
-        """(count, width): how the H channels are cut into the tiles of an accumulator."""
+        """(count, width) of the chunks that the H channels are cut into, one tile of an accumulator for each."""
+
+    @property
+    @abc.abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes of a token that a loop step holds in shared memory, without the few of tables and of groups of tokens."""
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> Step:
+        """The usual step of decode attention."""
+
+    @property
+    def packed(self) -> bool:
+        """True for packed words: their rows come in whole spans, and dots take them from registers, not where they lie."""
+        return True
+
+    @property
+    def longest_tile(self) -> int | None:
+        """The most tokens that a tile may have; None for any number."""
+        return None
+
+    @property
+    def scores_tile(self) -> int:
+        """The tokens of a step where scores are stored (matvec.py)."""
+        return 64
 
     @abc.abstractmethod
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """The stored arrays [B, K, ...], reshaped as the kernel indexes them. No copy."""
+        """Reshape the stored arrays [B, K, ...] as the kernel indexes them. No copy."""
+
+    @property
+    def adds_scores(self) -> bool:
+        """True if `more_scores` gives anything."""
+        return False
 
     @property
     def adds_values(self) -> bool:
-        """Whether `more_values` gives anything: the kernel then keeps all scores."""
+        """True if `more_values` gives anything: the kernel then keeps all scores."""
         return False
 
     def more_values(
         self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
     ) -> Float[Array, "B K G H"] | None:
-        """What is to be added to the weighted values of the first limits[b] tokens; None for nothing."""
+        """Return what is to be added to the weighted values of the first limits[b] tokens; None for nothing."""
         return None
 
     def more_scores(
-        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
     ) -> Float[Array, "B K G S"] | None:
-        """What is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing."""
+        """Return what is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing.
+
+        turned: the rotation of keys that are stored before RoPE.
+        """
         return None
 
     @abc.abstractmethod
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        """What `scores` needs of the queries, made once outside the kernel. q is fp32 and not scaled."""
+        """Return what `scores` needs of the queries, made once outside the kernel. q is fp32 and not scaled."""
 
     @abc.abstractmethod
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        """log2(e) / sqrt(H) * q . k of a tile, fp32. What it gives for tokens that do not count is not used."""
+        """Return log2(e) / sqrt(H) * q . k of a tile, fp32. What it gives for tokens that do not count is not used."""
 
     @abc.abstractmethod
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
-        """`sums`, one for each chunk of channels, plus the weighted values of a tile. Weights of tokens that do not count are 0."""
+        """Add the weighted values of a tile to `sums`, one for each chunk of channels. Weights of tokens that do not count are 0."""
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
-        """What reads the rows of a tile in fp16: (slot, chunk) -> the slot's tokens, the chunk's channels. For keys that are rotated."""
+        """Return a function that reads rows of a tile in fp16, for keys that are rotated: (slot, chunk) -> the slot's tokens, the chunk's
+        channels."""
         raise NotImplementedError(f"{type(self).__name__} does not give single rows")

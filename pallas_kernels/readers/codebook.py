@@ -10,18 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Rows, Side
-from pallas_kernels.readers.shared import LOG2E, add_up, by_slots, dot, query_planes, token_statistic
-from pallas_kernels.readers.sparse_outliers import Turn, outlier_scores, outlier_values
-from pallas_kernels.tiles.arithmetic import Half, half_multiply_add, joined, multiply_add
-from pallas_kernels.tiles.layout import Planes
-from pallas_kernels.tiles.table_lookup import Looked, Table, byte_planes, in_both_halves, in_registers
+from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.shared import LOG2E, add_up, by_slots, dot, query_planes, token_scale
+from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values
+from pallas_kernels.readers.turn import Turn
+from pallas_kernels.tiles.arithmetic import half_multiply_add, multiply_add
+from pallas_kernels.tiles.halves import Half, joined
+from pallas_kernels.tiles.layout import PlaneLayout
+from pallas_kernels.tiles.table_lookup import LookedUp, Table, byte_planes, in_both_halves, in_registers
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import read_words
 
 
 @dataclasses.dataclass(frozen=True)
-class Codebook(Side):
+class CodebookReader(Reader):
     """value = scale * table[code] + zero, plus the residual where a channel of a token is an outlier.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; the table [2^bits], of 2, 3 or 4 bits; scale and zero:
@@ -37,7 +39,7 @@ class Codebook(Side):
     are computed one by one.
     """
 
-    planes: Planes
+    layout: PlaneLayout
     affine: Literal["channels", "tokens"]
     group: int
     scale_dtype: str = "float16"
@@ -45,33 +47,46 @@ class Codebook(Side):
 
     @property
     def slots(self) -> int:
-        return self.planes.slots
+        return self.layout.slots
 
     @property
     def chunks(self) -> tuple[int, int]:
-        return self.planes.chunks, self.planes.width
+        return self.layout.chunks, self.layout.width
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.bits * self.layout.channels // 8
+
+    @property
+    def step(self) -> Step:
+        selects = self.layout.bits == 4  # among 16 entries: in array operations a tree of 15 for each two elements
+        return Step(8192 // self.layout.channels, 2 if selects else 3, crowded=selects)
 
     @property
     def _sets(self) -> int:
-        return len(self.planes.sets)
+        return len(self.layout.sets)
 
     @property
     def _groups(self) -> list[range]:
         """The chunks of each group of channels."""
         if self.affine == "channels":
-            return [range(self.planes.chunks)]
-        per_group = self.group // self.planes.width
-        return [range(c, c + per_group) for c in range(0, self.planes.chunks, per_group)]
+            return [range(self.layout.chunks)]
+        per_group = self.group // self.layout.width
+        return [range(c, c + per_group) for c in range(0, self.layout.chunks, per_group)]
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, table, (*statistics,) = stored[: self._sets], stored[self._sets], stored[self._sets + 1 :][:2]
-        entries, wanted = 1 << self.planes.bits, self._sets + (5 if self.outliers else 3)
+        words, table, (*scales,) = stored[: self._sets], stored[self._sets], stored[self._sets + 1 :][:2]
+        entries, wanted = 1 << self.layout.bits, self._sets + (5 if self.outliers else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
         table = table.astype(jnp.float16)[None, None]
         of_channels = self.affine == "channels"
-        statistics = [s.astype(jnp.float16)[None] for s in statistics] if of_channels else by_slots(statistics, self.slots)
-        return (*words, table, byte_planes(table), *statistics)
+        scales = [s.astype(jnp.float16)[None] for s in scales] if of_channels else by_slots(scales, self.slots)
+        return (*words, table, byte_planes(table), *scales)
+
+    @property
+    def adds_scores(self) -> bool:
+        return self.outliers > 0
 
     @property
     def adds_values(self) -> bool:
@@ -81,30 +96,30 @@ class Codebook(Side):
         self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
     ) -> Float[Array, "B K G H"] | None:
         index, residual = stored[-2:]
-        return outlier_values(weights, index, residual, limits, self.planes.channels) if self.outliers else None
+        return outlier_values(weights, index, residual, limits, self.layout.channels) if self.outliers else None
 
     def more_scores(
-        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch, turned: Turn | None = None
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
     ) -> Float[Array, "B K G S"] | None:
         index, residual = stored[-2:]
-        return outlier_scores(q, index, residual, limits, turned, how) if self.outliers else None
+        return outlier_scores(q, index, residual, limits, turned, launch) if self.outliers else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
             scale, zero = (s.astype(jnp.float32)[None, :, None] for s in stored[self._sets + 1 :][:2])
-            offset = jnp.sum(q * zero, axis=-1) * (LOG2E * self.planes.channels**-0.5)
-            return query_planes(q * scale, self.planes.chunks), offset
-        planes = query_planes(q, self.planes.chunks)
+            offset = jnp.sum(q * zero, axis=-1) * (LOG2E * self.layout.channels**-0.5)
+            return query_planes(q * scale, self.layout.chunks), offset
+        planes = query_planes(q, self.layout.chunks)
         sums = jnp.sum(planes.astype(jnp.float32), axis=-1)  # [B, K, chunks, GP], of the rounded queries
         batch, heads, _, columns = sums.shape
         return planes, jnp.sum(sums.reshape(batch, heads, len(self._groups), -1, columns), axis=3)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        looked, found = self._look_up(refs, tile, 1, asm), []
+        looked_up, scores = self._look_up(refs, tile, 1, asm), []
         for slot in range(self.slots):
             total = None
             for group, chunks in enumerate(self._groups):
-                part = add_up(dot(joined(looked.plane(slot, c)), query[0][c], (1, 1)) for c in chunks)
+                part = add_up(dot(joined(looked_up.plane(slot, c)), query[0][c], (1, 1)) for c in chunks)
                 if self.affine == "channels":
                     total = part + query[1][...][None, :]
                     continue
@@ -112,11 +127,11 @@ class Codebook(Side):
                 part = multiply_add(zero, query[1][group][None, :], part * scale, asm)
                 total = part if total is None else total + part
             assert total is not None
-            found.append(total)
-        return found
+            scores.append(total)
+        return scores
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
-        looked, sums = self._look_up(refs, tile, 0, asm), list(sums)
+        looked_up, sums = self._look_up(refs, tile, 0, asm), list(sums)
         for slot, w in enumerate(weights):
             for group, chunks in enumerate(self._groups):
                 if self.affine == "channels":
@@ -126,25 +141,25 @@ class Codebook(Side):
                     scaled, shift = w * scale, jnp.sum(w * zero, axis=0)[None, :]  # adds the same to all channels of the group
                 half = scaled.astype(jnp.float16)
                 for c in chunks:
-                    values = looked.plane(slot, c)
+                    values = looked_up.plane(slot, c)
                     if self.affine == "channels":
                         values = self._affine(values, refs, slot, c, tile, asm)
                     sums[c] = sums[c] + shift + dot(joined(values), half, (0, 0))
         return sums
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:
-        looked = self._look_up(refs, tile, 1, asm)
-        return lambda slot, chunk: self._affine(looked.plane(slot, chunk), refs, slot, chunk, tile, asm)
+        looked_up = self._look_up(refs, tile, 1, asm)
+        return lambda slot, chunk: self._affine(looked_up.plane(slot, chunk), refs, slot, chunk, tile, asm)
 
-    def _look_up(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> Looked:
-        table, planes = refs[self._sets], refs[self._sets + 1]
-        entries = [in_both_halves(table[i]) for i in range(1 << self.planes.bits)] if not asm else []
-        words = [in_registers(planes[i]) for i in range(planes.shape[0])] if asm else []
-        return Looked.up(read_words(refs, self.planes, tile, axis, asm), self.planes, Table(entries, words))
+    def _look_up(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> LookedUp:
+        table, byte_words = refs[self._sets], refs[self._sets + 1]
+        entries = [in_both_halves(table[i]) for i in range(1 << self.layout.bits)] if not asm else []
+        words = [in_registers(byte_words[i]) for i in range(byte_words.shape[0])] if asm else []
+        return LookedUp.of(read_words(refs, self.layout, tile, axis, asm), self.layout, Table(entries, words))
 
     def _affine(self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
         if self.affine == "channels":
-            at = slice(self.planes.width * chunk, self.planes.width * (chunk + 1))
+            at = slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
             scale, zero = (s[at][None, :] for s in refs[self._sets + 2 :][:2])
         else:
             group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
@@ -153,5 +168,5 @@ class Codebook(Side):
         return half_multiply_add(entries, scale, zero, asm)
 
     def _of_tokens(self, refs: Sequence[Any], group: int, slot: int, tile: Tile) -> tuple[Array, Array]:
-        scale, zero = (token_statistic(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 2 :][:2])
+        scale, zero = (token_scale(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 2 :][:2])
         return scale.astype(jnp.float32), zero.astype(jnp.float32)

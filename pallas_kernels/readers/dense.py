@@ -11,13 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.readers.base import Rows, Side
+from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.shared import LOG2E, dot
 from pallas_kernels.tiles.tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Side):
+class DenseReader(Reader):
     """Exact rows: [B, K, S, H] in bfloat16 or float16, perhaps as uint16 that holds their bits."""
 
     channels: int
@@ -30,6 +30,18 @@ class Dense(Side):
     @property
     def chunks(self) -> tuple[int, int]:
         return 1, self.channels
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.channels
+
+    @property
+    def step(self) -> Step:
+        return Step(8192 // self.channels)
+
+    @property
+    def packed(self) -> bool:
+        return False
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(stored)
@@ -44,10 +56,10 @@ class Dense(Side):
         return [sums[0] + dot(self._rows(refs[0], tile), weights[0].astype(self.dtype), (0, 0))]
 
     def _rows(self, ref: Any, tile: Tile) -> Float[Array, "tile H"]:
-        found = ref[pl.ds(tile.offset(1), tile.size), :]
-        if found.dtype == jnp.uint16:
-            found = lax.bitcast_convert_type(found, jnp.dtype(self.dtype))
+        rows = ref[pl.ds(tile.offset(1), tile.size), :]
+        if rows.dtype == jnp.uint16:
+            rows = lax.bitcast_convert_type(rows, jnp.dtype(self.dtype))
         if tile.masked:
             token = lax.broadcasted_iota(jnp.int32, (tile.size, 1), 0)
-            found = jnp.where(tile.counts(token), found, 0)
-        return found
+            rows = jnp.where(tile.counts(token), rows, 0)
+        return rows

@@ -1,4 +1,4 @@
-"""Packed codes with a scale, and perhaps a zero, for each group."""
+"""Packed codes with a scale, and perhaps a zero point, for each group."""
 
 from __future__ import annotations
 
@@ -9,24 +9,40 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.readers.base import Rows, Side
-from pallas_kernels.readers.shared import add_up, by_slots, channel_statistic, dot, for_tokens, query_planes, token_statistic
-from pallas_kernels.tiles.arithmetic import Half, joined, multiply_add, subtract_scale, subtract_scale_add
-from pallas_kernels.tiles.layout import Planes
+from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.shared import add_up, by_slots, channel_scale, dot, for_tokens, query_planes, token_scale
+from pallas_kernels.tiles.arithmetic import multiply_add, subtract_scale, subtract_scale_add
+from pallas_kernels.tiles.halves import Half, joined
+from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.tile import Tile
-from pallas_kernels.tiles.words import Words, read_words
+from pallas_kernels.tiles.words import WordTiles, read_words
+
+# (tokens of a step, stages) by head dim and code bits, for codes without a zero and with one: the most that a program's 255 registers hold
+# without spilling in the loop, counted from machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
+_STEPS = {
+    (128, 2): ((128, 3), (128, 3)),
+    (128, 3): ((128, 2), (64, 3)),
+    (128, 4): ((128, 3), (64, 3)),
+    (128, 5): ((64, 3), (64, 3)),
+    (128, 8): ((64, 2), (64, 2)),
+    (256, 2): ((64, 3), (64, 3)),
+    (256, 3): ((32, 3), (32, 3)),
+    (256, 4): ((32, 3), (32, 3)),
+    (256, 5): ((32, 3), (32, 3)),
+    (256, 8): ((32, 2), (32, 2)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped(Side):
-    """Packed codes with a scale, and perhaps a zero, for each group: value = (code - centre) * scale, or code * scale + zero.
+class GroupedReader(Reader):
+    """Packed codes with a scale, and perhaps a zero point, for each group: value = (code - centre) * scale, or code * scale + zero.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K, H / group, S] (axis "channels") or
     [B, K, S / group, H] (axis "tokens"). 16-bit floats may come as uint16 that holds their bits; `scale_dtype` tells which.
     `centre` is None where a zero is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two of them.
     """
 
-    planes: Planes
+    layout: PlaneLayout
     axis: Literal["channels", "tokens"]
     group: int
     centre: int | None
@@ -34,26 +50,44 @@ class Grouped(Side):
 
     @property
     def slots(self) -> int:
-        return self.planes.slots
+        return self.layout.slots
 
     @property
     def chunks(self) -> tuple[int, int]:
-        return self.planes.chunks, self.planes.width
+        return self.layout.chunks, self.layout.width
+
+    @property
+    def row_bytes(self) -> int:
+        scales = 2 if self.centre is None else 1
+        return self.layout.bits * self.layout.channels // 8 + scales * 2 * self.layout.channels // self.group
+
+    @property
+    def step(self) -> Step:
+        tile, stages = _STEPS.get((self.layout.channels, self.layout.bits), ((128, 3), (128, 3)))[self.centre is None]
+        # two groups of 64 with zeros spill in the loop, where one does not, nor do four of 32
+        halved = self.axis == "tokens" and self.group == 64 and self.centre is None
+        return Step(min(tile, 64) if halved else tile, stages)
+
+    @property
+    def scores_tile(self) -> int:
+        # Steps of 128 tokens spill, for each score that is to be stored takes a register; but half as many load the scales of channels as
+        # two bytes for each lane, which costs 2-bit keys more than the spills (docs/kernels.md).
+        return 128 if self.axis == "tokens" and self.layout.bits == 2 else 64
 
     @property
     def _groups(self) -> int:
-        return self.planes.channels // self.group
+        return self.layout.channels // self.group
 
     def _group_chunks(self, group: int) -> range:
-        per_group = self.group // self.planes.width
+        per_group = self.group // self.layout.width
         return range(group * per_group, (group + 1) * per_group)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        words, statistics = stored[: len(self.planes.sets)], stored[len(self.planes.sets) :]
-        return (*words, *(by_slots(statistics, self.slots) if self.axis == "channels" else statistics))
+        words, scales = stored[: len(self.layout.sets)], stored[len(self.layout.sets) :]
+        return (*words, *(by_slots(scales, self.slots) if self.axis == "channels" else scales))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        p, (batch, heads, columns, _) = self.planes, q.shape
+        p, (batch, heads, columns, _) = self.layout, q.shape
         planes = query_planes(q, p.chunks)
         if self.axis == "tokens":
             return (planes,)
@@ -67,28 +101,30 @@ class Grouped(Side):
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         words, scale, zero = self._open(refs, tile, 1, asm)
-        q = [query[0][c] for c in range(self.planes.chunks)]
-        found = []
+        q = [query[0][c] for c in range(self.layout.chunks)]
+        scores = []
         for slot in range(self.slots):
             if self.axis == "channels":
-                found.append(self._partial_scores(words, q, query[1:], slot, scale, zero, tile, asm))
+                scores.append(self._partial_scores(words, q, query[1:], slot, scale, zero, tile, asm))
             else:
-                values = (joined(self._values(words, scale, zero, slot, c, tile, asm)) for c in range(self.planes.chunks))
+                values = (joined(self._values(words, scale, zero, slot, c, tile, asm)) for c in range(self.layout.chunks))
                 # all dots before their sum: the other way round ptxas takes fewer registers, and more instructions
-                found.append(add_up([dot(value, q[c], (1, 1)) for c, value in enumerate(values)]))
-        return found
+                scores.append(add_up([dot(value, q[c], (1, 1)) for c, value in enumerate(values)]))
+        return scores
 
-    def _partial_scores(self, words: Words, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool) -> Array:
-        """A scale multiplies a partial dot product of a whole group; the biases of its codes are that product's initial value."""
+    def _partial_scores(
+        self, words: WordTiles, q: list[Array], start: Any, slot: int, scale: Any, zero: Any, tile: Tile, asm: bool
+    ) -> Array:
+        """Scale partial dot products of whole groups; the biases of their codes are the initial value of the product."""
         total = None
         for group in range(self._groups):
             part = jnp.broadcast_to(start[0][slot, group][None, :], (tile.size // self.slots, q[0].shape[0]))
             for c in self._group_chunks(group):
-                part = dot(joined(words.codes(self.planes.field(slot, c))), q[c], (1, 1)) + part
-            s = self._token_statistic(scale, group, slot, tile).astype(jnp.float32)[:, None]
+                part = dot(joined(words.codes(self.layout.field(slot, c))), q[c], (1, 1)) + part
+            s = self._token_scale(scale, group, slot, tile).astype(jnp.float32)[:, None]
             total = part * s if total is None else multiply_add(part, s, total, asm)
             if zero is not None:
-                z = self._token_statistic(zero, group, slot, tile).astype(jnp.float32)[:, None]
+                z = self._token_scale(zero, group, slot, tile).astype(jnp.float32)[:, None]
                 total = multiply_add(z, start[1][group][None, :], total, asm)
         assert total is not None
         return total
@@ -97,7 +133,7 @@ class Grouped(Side):
         words, scale, zero = self._open(refs, tile, 0, asm)
         for slot, w in enumerate(weights):
             half = w.astype(jnp.float16)
-            for c in range(self.planes.chunks):
+            for c in range(self.layout.chunks):
                 values = self._values(words, scale, zero, slot, c, tile, asm)
                 sums[c] = sums[c] + dot(joined(values), half, (0, 0))
         return sums
@@ -106,30 +142,30 @@ class Grouped(Side):
         words, scale, zero = self._open(refs, tile, 1, asm)
         return lambda slot, chunk: self._values(words, scale, zero, slot, chunk, tile, asm)
 
-    def _open(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> tuple[Words, Any, Any]:
-        """(words, scale ref, zero ref or None)."""
-        sets = len(self.planes.sets)
-        return read_words(refs, self.planes, tile, axis, asm), refs[sets], refs[sets + 1] if self.centre is None else None
+    def _open(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> tuple[WordTiles, Any, Any]:
+        """Return (words, ref of scales, ref of zero points or None)."""
+        sets = len(self.layout.sets)
+        return read_words(refs, self.layout, tile, axis, asm), refs[sets], refs[sets + 1] if self.centre is None else None
 
-    def _values(self, words: Words, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
-        """The values [rows, W] of a chunk in fp16."""
-        field = self.planes.field(slot, chunk)
+    def _values(self, words: WordTiles, scale: Any, zero: Any, slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
+        """Dequantize a chunk: values [rows, W] in fp16."""
+        field = self.layout.field(slot, chunk)
         h, bias = words.codes(field), field.bias
         if self.axis == "channels":
-            group = chunk * self.planes.width // self.group
-            s = self._token_statistic(scale, group, slot, tile)[:, None]
-            z = None if zero is None else self._token_statistic(zero, group, slot, tile)[:, None]
+            group = chunk * self.layout.width // self.group
+            s = self._token_scale(scale, group, slot, tile)[:, None]
+            z = None if zero is None else self._token_scale(zero, group, slot, tile)[:, None]
         else:
-            s = self._channel_statistic(scale, chunk, tile)
-            z = None if zero is None else self._channel_statistic(zero, chunk, tile)
+            s = self._channel_scale(scale, chunk, tile)
+            z = None if zero is None else self._channel_scale(zero, chunk, tile)
         s = jnp.broadcast_to(s, h.shape)
         if z is None:
             return subtract_scale(h, bias + (self.centre or 0), s, asm)
         return subtract_scale_add(h, bias, s, jnp.broadcast_to(z, h.shape), asm)
 
-    def _token_statistic(self, ref: Any, group: int, slot: int, tile: Tile) -> Float16[Array, " rows"]:
-        return token_statistic(ref, group, self.slots, slot, tile, self.scale_dtype).astype(jnp.float16)
+    def _token_scale(self, ref: Any, group: int, slot: int, tile: Tile) -> Float16[Array, " rows"]:
+        return token_scale(ref, group, self.slots, slot, tile, self.scale_dtype).astype(jnp.float16)
 
-    def _channel_statistic(self, ref: Any, chunk: int, tile: Tile) -> Float16[Array, "rows W"]:
-        found = channel_statistic(ref, self.planes, chunk, tile, self.group, self.scale_dtype)
-        return for_tokens(found, tile.size // self.slots)
+    def _channel_scale(self, ref: Any, chunk: int, tile: Tile) -> Float16[Array, "rows W"]:
+        scale = channel_scale(ref, self.layout, chunk, tile, self.group, self.scale_dtype)
+        return for_tokens(scale, tile.size // self.slots)

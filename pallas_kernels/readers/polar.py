@@ -17,16 +17,17 @@ import numpy as np
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.readers.base import Rows, Side
-from pallas_kernels.readers.shared import add_up, channel_statistic, dot, for_tokens, query_planes
-from pallas_kernels.tiles.arithmetic import Half, by_halves, joined, multiply_add, subtract_scale_add
-from pallas_kernels.tiles.layout import Planes
+from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.shared import add_up, channel_scale, dot, for_tokens, query_planes
+from pallas_kernels.tiles.arithmetic import multiply_add, subtract_scale_add
+from pallas_kernels.tiles.halves import Half, by_halves, joined
+from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.tile import Tile
-from pallas_kernels.tiles.words import Bit, Words, code_bits, read_words
+from pallas_kernels.tiles.words import Bit, WordTiles, code_bits, read_words
 
 
 @dataclasses.dataclass(frozen=True)
-class Polar(Side):
+class PolarReader(Reader):
     """Keys as angle and radius of each RoPE pair (i, i + H/2): k_i = r cos(theta), k_{i+H/2} = r sin(theta). PolarQuant (Wu et al.).
 
     Assumed of the storage: one code for a pair, radius code << angle_bits | angle code (as the public code has it), packed like the codes
@@ -42,52 +43,62 @@ class Polar(Side):
     Scores only: PolarQuant's values are exact.
     """
 
-    planes: Planes
+    layout: PlaneLayout
     angle_bits: int
     group: int
     scale_dtype: str = "float16"
 
     @property
     def slots(self) -> int:
-        return self.planes.slots
+        return self.layout.slots
 
     @property
     def chunks(self) -> tuple[int, int]:
-        return 2 * self.planes.chunks, self.planes.width
+        return 2 * self.layout.chunks, self.layout.width
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.bits * self.layout.channels // 8
+
+    @property
+    def step(self) -> Step:
+        # cosines in array operations: one warp does not hold the smallest step of 256 channels
+        channels = 2 * self.layout.channels
+        return Step(4096 // channels, warps=2 if channels == 256 else 1)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        if len(stored) != (wanted := len(self.planes.sets) + 4):
-            raise ValueError(f"{len(stored)=}: {self.planes.bits}-bit words, and step and least of radii and angles, are {wanted} arrays")
+        if len(stored) != (wanted := len(self.layout.sets) + 4):
+            raise ValueError(f"{len(stored)=}: {self.layout.bits}-bit words, and step and least of radii and angles, are {wanted} arrays")
         return tuple(stored)
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        return (query_planes(q, 2 * self.planes.chunks),)
+        return (query_planes(q, 2 * self.layout.chunks),)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        words, statistics = read_words(refs, self.planes, tile, 1, asm), refs[len(self.planes.sets) :]
-        pairs, found = self.planes.chunks, []
+        words, scales = read_words(refs, self.layout, tile, 1, asm), refs[len(self.layout.sets) :]
+        pairs, scores = self.layout.chunks, []
         for slot in range(self.slots):
             dots = []
             for c in range(pairs):
-                bits = code_bits(self.planes, slot, c)
-                of_radii, of_angles = (self._of_groups(refs, c, tile) for refs in (statistics[:2], statistics[2:]))
+                bits = code_bits(self.layout, slot, c)
+                of_radii, of_angles = (self._of_groups(refs, c, tile) for refs in (scales[:2], scales[2:]))
                 cos, sin = self._cos_sin(words, bits[: self.angle_bits], of_angles, asm)
                 code, bias = words.number(bits[self.angle_bits :])
                 step, least = (for_tokens(s, code.shape[0]) for s in of_radii)
                 radius = subtract_scale_add(code, bias - 0.5, step, least, asm)
                 first, second = by_halves(lambda r, cos, sin: (r * cos, r * sin), radius, cos, sin)
                 dots += [dot(joined(first), query[0][c], (1, 1)), dot(joined(second), query[0][pairs + c], (1, 1))]
-            found.append(add_up(dots))
-        return found
+            scores.append(add_up(dots))
+        return scores
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
-        raise NotImplementedError("polar codes hold keys; values need another side")
+        raise NotImplementedError("polar codes hold keys; values need another reader")
 
     def _of_groups(self, refs: Sequence[Any], chunk: int, tile: Tile) -> list[Float16[Array, "groups 1 W"]]:
-        return [channel_statistic(ref, self.planes, chunk, tile, self.group, self.scale_dtype) for ref in refs]
+        return [channel_scale(ref, self.layout, chunk, tile, self.group, self.scale_dtype) for ref in refs]
 
     def _cos_sin(
-        self, words: Words, bits: Sequence[Bit], of_groups: Sequence[Float16[Array, "groups 1 W"]], asm: bool
+        self, words: WordTiles, bits: Sequence[Bit], of_groups: Sequence[Float16[Array, "groups 1 W"]], asm: bool
     ) -> tuple[Half, Half]:
         code, bias = words.number(bits)
         step, least = (s.astype(jnp.float32) for s in of_groups)
@@ -102,7 +113,7 @@ class Polar(Side):
         return by_halves(of_codes, code, step, start)
 
 
-# Of cos(2 pi x) and sin(2 pi x) / x for |x| <= 1/2, in powers of x^2, lowest first: the least largest error, 4e-5 and 6e-6.
+# cos(2 pi x) and sin(2 pi x) / x for |x| <= 1/2 in powers of x^2, lowest first: minimax, with largest errors of 4e-5 and 6e-6.
 COSINE = (0.99995979, -19.73104148, 64.67342568, -82.40350831, 45.64645803)
 SINE = (6.28305579, -41.33121394, 81.36680896, -74.47796535, 32.78132138)
 ROUNDER = 1.5 * 2**23  # added to a number below 2^22 and subtracted again, it leaves the nearest whole one
@@ -112,7 +123,7 @@ Theta = Float[Array, "rows W"]
 
 
 def polynomial_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, Theta]:
-    """cos and sin of code * step + start, in fp32; the library's reduce an angle of any size, with branches and local memory."""
+    """Return cos and sin of code * step + start, in fp32; the library's reduce an angle of any size, with branches and local memory."""
     turns = code * (step / TURN) + start / TURN
     # the maximum stands between the two constants, which XLA would otherwise join where it interprets the kernel
     x = turns - (jnp.maximum(turns + np.float32(ROUNDER), 0.0) - np.float32(ROUNDER))
@@ -120,25 +131,27 @@ def polynomial_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, T
 
 
 def _polynomial(coefficients: Sequence[float], x: Theta) -> Theta:
-    found = jnp.full(x.shape, coefficients[-1], jnp.float32)
+    value = jnp.full(x.shape, coefficients[-1], jnp.float32)
     for coefficient in coefficients[-2::-1]:
-        found = found * x + np.float32(coefficient)
-    return found
+        value = value * x + np.float32(coefficient)
+    return value
 
 
 def approximate_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, Theta]:
-    """cos and sin of code * step + start, in fp32, by one instruction each: absolute error 2^-20 for |theta| <= pi, a few times that for
-    some turns more."""
+    """Return cos and sin of code * step + start, in fp32, by one instruction each.
+
+    Absolute error 2^-20 for |theta| <= pi, a few times that for some turns more.
+    """
     theta = multiply_add(code, step, start, True)
     return _approximate("cos", theta), _approximate("sin", theta)
 
 
 def _approximate(name: Literal["cos", "sin"], theta: Theta) -> Theta:
-    [found] = plt.elementwise_inline_asm(
+    [value] = plt.elementwise_inline_asm(
         f"{name}.approx.ftz.f32 $0, $1;",
         args=[theta],
         constraints="=f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(theta.shape, jnp.float32)],
     )
-    return found
+    return value

@@ -20,26 +20,27 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Rows, Side
-from pallas_kernels.readers.codebook import Codebook
+from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.readers.sparse_outliers import turn
-from pallas_kernels.tiles.arithmetic import Half, by_halves, half2, joined
-from pallas_kernels.tiles.tile import SPAN, Tile
+from pallas_kernels.readers.turn import Turn, turn
+from pallas_kernels.tiles.arithmetic import half2
+from pallas_kernels.tiles.halves import Half, by_halves, joined
+from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.tiles.tile import Tile
 
 LONGEST_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotated(Side):
-    """Keys of another side, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos - k2 sin, k2 cos + k1 sin).
+class RotatedReader(Reader):
+    """Keys of another reader, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos - k2 sin, k2 cos + k1 sin).
 
-    Stored arrays: the other side's, then inverse_frequencies [H/2] and the attention factor a [], both fp32. Body token t stands at
+    Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [], both fp32. Body token t stands at
     position sink + t. The halves of a head are whole chunks. Angles are fp32; their cosines and sines, queries and keys are fp16 before
     and after.
     """
 
-    inner: Side
+    inner: Reader
     sink: int = 0
 
     @property
@@ -49,6 +50,24 @@ class Rotated(Side):
     @property
     def chunks(self) -> tuple[int, int]:
         return self.inner.chunks
+
+    @property
+    def row_bytes(self) -> int:
+        return self.inner.row_bytes
+
+    @property
+    def step(self) -> Step:
+        inner, (count, width) = self.inner.step, self.chunks
+        tile = inner.tile // 2 if inner.crowded else min(inner.tile, 8192 // (count * width))
+        return inner._replace(tile=tile, crowded=True)
+
+    @property
+    def adds_scores(self) -> bool:
+        return self.inner.adds_scores
+
+    @property
+    def longest_tile(self) -> int:
+        return LONGEST_TILE
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         *inner, frequencies, _ = stored
@@ -63,16 +82,16 @@ class Rotated(Side):
         return query_planes(q * factor, count), *positions
 
     def more_scores(
-        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], how: Launch
+        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
     ) -> Float[Array, "B K G S"] | None:
-        if not isinstance(self.inner, Codebook):
-            return self.inner.more_scores(q, stored[:-2], limits, how)
+        if not self.inner.adds_scores:
+            return None
         *inner, frequencies, factor = stored
-        return self.inner.more_scores(q * factor, inner, limits, how, turn(frequencies, self.sink, stored[0].shape[2] * self.slots))
+        return self.inner.more_scores(q * factor, inner, limits, launch, turn(frequencies, self.sink, stored[0].shape[2] * self.slots))
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         *inner, cosines, sines = refs
-        half, found = self.chunks[0] // 2, []
+        half, scores = self.chunks[0] // 2, []
         turned = [self._turned_back(query, tile, c, asm) for c in range(half)]
         rows = self.inner.rows(inner, tile, asm)
         for slot in range(self.slots):
@@ -82,11 +101,11 @@ class Rotated(Side):
                 # Always true. Loads at the top of the loop would be copied to shared memory again for each tile, or be held in half of all
                 # registers; inside of a condition they are read where they are used, from the first level of the cache.
                 total = lax.cond(tile.start >= 0, multiply, lambda total, *_: total, total, rows(slot, c), rows(slot, half + c))
-            found.append(total)
-        return found
+            scores.append(total)
+        return scores
 
     def _turned_back(self, query: Sequence[Any], tile: Tile, chunk: int, asm: bool) -> tuple[Array, Array]:
-        """The queries of a chunk and of its partner, turned back by the position of the tile's start."""
+        """Turn the queries of a chunk and of its partner back by the position of the tile's start."""
         first, second = query[0][chunk], query[0][self.chunks[0] // 2 + chunk]
         cos, sin = (jnp.broadcast_to(table[tile.offset(SPAN), chunk][None, :], first.shape) for table in query[1:])
         first, second = rotated(first, second, cos, -sin, asm)
@@ -105,7 +124,7 @@ class Rotated(Side):
         first: Half,
         second: Half,
     ) -> Float[Array, "rows GP"]:
-        """`total`, plus the queries times the keys of a chunk and of its partner, which are rotated by their distance from the start."""
+        """Add to `total` the queries times the keys of a chunk and of its partner, rotated by their distance from the start."""
         width = self.chunks[1]
         at = pl.ds(0, tile.size // SPAN), slot, slice(None), pl.ds(width * chunk, width)
         cos, sin = (table[at].reshape(tile.size // self.slots, width) for table in (cosines, sines))
@@ -119,13 +138,13 @@ class Rotated(Side):
 def angle_tables(
     frequencies: Float[Array, " half"], positions: Int[Array, " n"]
 ) -> tuple[Float16[Array, "n half"], Float16[Array, "n half"]]:
-    """Cosines and sines of position * frequency; angles are fp32."""
+    """Return cosines and sines of position * frequency; angles are fp32."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(jnp.float32)[None]
     return jnp.cos(angles).astype(jnp.float16), jnp.sin(angles).astype(jnp.float16)
 
 
 def rotated(first: Half, second: Half, cos: Float16[Array, "rows W"], sin: Float16[Array, "rows W"], asm: bool) -> tuple[Half, Half]:
-    """(first cos - second sin, second cos + first sin)."""
+    """Return (first cos - second sin, second cos + first sin)."""
     if not asm:
         return by_halves(lambda x, y, cos, sin: (x * cos - y * sin, y * cos + x * sin), first, second, cos, sin)
     less = "{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $3, t; }"

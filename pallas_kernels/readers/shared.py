@@ -1,4 +1,4 @@
-"""What several sides share: reading the statistics of a tile, cutting queries into planes, the tensor-core dot."""
+"""Helpers of readers: loading the scales and zero points of a tile, cutting queries into planes, the tensor-core dot."""
 
 from __future__ import annotations
 
@@ -11,62 +11,68 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.tiles.layout import Planes
-from pallas_kernels.tiles.tile import SPAN, Tile
+from pallas_kernels.tiles.layout import SPAN, PlaneLayout
+from pallas_kernels.tiles.tile import Tile
 
 LOG2E = 1.4426950408889634
 
 
-def token_statistic(ref: Any, group: int, slots: int, slot: int, tile: Tile, dtype: str) -> Float[Array, " rows"]:
-    """A scale or zero of each token of a slot, for one group of channels; 0 for tokens that do not count.
+def token_scale(ref: Any, group: int, slots: int, slot: int, tile: Tile, dtype: str) -> Float[Array, " rows"]:
+    """Load the scales, or zero points, of a slot's tokens for one group of channels; 0 for tokens that do not count.
 
-    Unused capacity may hold anything, and 0 * nan is nan."""
+    Unused capacity may hold anything, and 0 * nan is nan.
+    """
     if slots == 1:
-        found = ref[group, pl.ds(tile.offset(1), tile.size)]
+        stored = ref[group, pl.ds(tile.offset(1), tile.size)]
     else:
-        found = ref[group, pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, :].reshape(tile.size // slots)
-    found = as_float(found, dtype)
-    return jnp.where(tile.counts(tile.slot_tokens(slots, slot)), found, 0) if tile.masked else found
+        stored = ref[group, pl.ds(tile.offset(SPAN), tile.size // SPAN), slot, :].reshape(tile.size // slots)
+    scale = as_float(stored, dtype)
+    return jnp.where(tile.counts(tile.slot_tokens(slots, slot)), scale, 0) if tile.masked else scale
 
 
-def by_slots(statistics: Sequence[Array], slots: int) -> list[Array]:
-    """Statistics [B, K, groups, S] with the tokens of a slot on an axis of their own, for `token_statistic`. No copy."""
+def by_slots(scales: Sequence[Array], slots: int) -> list[Array]:
+    """Give the tokens of a slot an axis of their own in scales and zero points [B, K, groups, S], for `token_scale`. No copy."""
     if slots == 1:
-        return list(statistics)
-    return [s.reshape(*s.shape[:3], s.shape[3] // SPAN, slots, SPAN // slots) for s in statistics]
+        return list(scales)
+    return [s.reshape(*s.shape[:3], s.shape[3] // SPAN, slots, SPAN // slots) for s in scales]
 
 
-def channel_statistic(ref: Any, planes: Planes, chunk: int, tile: Tile, group: int, dtype: str) -> Float16[Array, "groups 1 W"]:
-    """A scale or zero of each channel of a chunk, for each group of tokens in the tile, or for the one group that the tile is a part of; 0
-    for groups that do not count."""
+def channel_scale(ref: Any, layout: PlaneLayout, chunk: int, tile: Tile, group: int, dtype: str) -> Float16[Array, "groups 1 W"]:
+    """Load the scales, or zero points, of a chunk's channels for each group of tokens in the tile, or for the one that holds it.
+
+    0 for groups that do not count.
+    """
     groups = max(1, tile.size // group)
-    found = as_float(ref[pl.ds(tile.offset(group), groups), pl.ds(planes.width * chunk, planes.width)], dtype).astype(jnp.float16)
+    scale = as_float(ref[pl.ds(tile.offset(group), groups), pl.ds(layout.width * chunk, layout.width)], dtype).astype(jnp.float16)
     if tile.masked:
-        found = jnp.where(tile.counts(group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0)), found, 0)
-    return found.reshape(groups, 1, planes.width)
+        scale = jnp.where(tile.counts(group * lax.broadcasted_iota(jnp.int32, (groups, 1), 0)), scale, 0)
+    return scale.reshape(groups, 1, layout.width)
 
 
-def for_tokens(statistic: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "rows W"]:
-    """A statistic of groups of tokens, for each word row."""
-    groups, _, width = statistic.shape
-    return jnp.broadcast_to(statistic, (groups, rows // groups, width)).reshape(rows, width)
+def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "rows W"]:
+    """Repeat the scales, or zero points, of groups of tokens for each word row."""
+    groups, _, width = scale.shape
+    return jnp.broadcast_to(scale, (groups, rows // groups, width)).reshape(rows, width)
 
 
-def as_float(found: Array, dtype: str) -> Array:
-    return lax.bitcast_convert_type(found, jnp.dtype(dtype)) if found.dtype == jnp.uint16 else found
+def as_float(stored: Array, dtype: str) -> Array:
+    """Return the floats that uint16 holds the bits of; others as they are."""
+    return lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint16 else stored
 
 
 def query_planes(q: Float[Array, "B K GP H"], chunks: int) -> Float16[Array, "B K chunks GP W"]:
-    """The scaled queries in fp16, cut into chunks of channels."""
+    """Cut the queries into chunks of channels, scaled and in fp16."""
     batch, heads, columns, channels = q.shape
     half = (q * (LOG2E * channels**-0.5)).astype(jnp.float16)
     return jnp.moveaxis(half.reshape(batch, heads, columns, chunks, channels // chunks), 3, 2)
 
 
-def add_up(parts: Any) -> Array:
-    return functools.reduce(jnp.add, parts)
+def add_up(terms: Any) -> Array:
+    """Add arrays up in their order."""
+    return functools.reduce(jnp.add, terms)
 
 
 def dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
+    """Return the tensor-core product over the axes `contracted` of a and b, fp32."""
     axes = (contracted[0],), (contracted[1],)
     return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)

@@ -12,7 +12,7 @@ and the last one stays: no atomics. Values: a scatter of the weights, which the 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.launch import Launch, launch, whole_array_but
+from pallas_kernels.launch import Launch
 from pallas_kernels.readers.shared import as_float
-from pallas_kernels.tiles.tile import SPAN
+from pallas_kernels.readers.turn import Turn
+from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.triton_call import triton_call, whole_array_but
 
 TOKENS = 128  # of a program, a thread each
-
-
-class Turn(NamedTuple):
-    """Cosines and sines, [spans, H/2] of the position of every span's first token and [SPAN, H/2] of the distance from it; fp32."""
-
-    start_cos: Float[Array, "spans half"]
-    start_sin: Float[Array, "spans half"]
-    cos: Float[Array, "32 half"]
-    sin: Float[Array, "32 half"]
-
-
-def turn(frequencies: Float[Array, " half"], sink: int, tokens: int) -> Turn:
-    angles = [p.astype(jnp.float32)[:, None] * frequencies[None] for p in (sink + SPAN * jnp.arange(tokens // SPAN), jnp.arange(SPAN))]
-    return Turn(*(f(a) for a in angles for f in (jnp.cos, jnp.sin)))
 
 
 def outlier_scores(
@@ -48,44 +36,48 @@ def outlier_scores(
     residual: Array,
     limits: Int[Array, " B"],
     turned: Turn | None,
-    how: Launch,
+    launch: Launch,
 ) -> Float[Array, "B K G S"]:
-    """sum over slots of residual * q[channel], fp32; for tokens from limits[b] on whatever it may be. `turned`: residuals belong to keys
-    before RoPE, which stand at those positions."""
+    """Return the sum over slots of residual * q[channel], fp32; unspecified for tokens from limits[b] on.
+
+    turned: given where residuals belong to keys before RoPE, which stand at those positions.
+    """
     batch, heads, group, channels = q.shape
     tokens = index.shape[2]
     shape = jax.ShapeDtypeStruct((batch, heads, group, tokens), jnp.float32)
     step = min(TOKENS, tokens & -tokens)
     arrays = (index, residual, q.astype(jnp.float32), *(() if turned is None else (t[None] for t in turned)))
     zeros = jnp.zeros(shape.shape, shape.dtype)  # where a token has no slot of a head
-    [found] = launch(
+    [scores] = triton_call(
         functools.partial(_scores_kernel, heads=heads, group=group, channels=channels, step=step),
         name="outlier_scores",
         grid=(batch, tokens // step),
         in_specs=[pl.BlockSpec((1,), lambda b, t: (b,)), *(whole_array_but(1, array, (0,)) for array in (*arrays, zeros))],
         out_specs=[whole_array_but(1, shape, (0,))],
         out_shape=[shape],
-        how=how,
+        launch=launch,
         num_warps=max(1, step // 32),
         num_stages=1,
         aliases={1 + len(arrays): 0},
     )(limits.astype(jnp.int32), *arrays, zeros)
-    return found
+    return scores
 
 
 def outlier_values(
     weights: Float[Array, "B K G S"], index: UInt16[Array, "B E S"], residual: Array, limits: Int[Array, " B"], channels: int
 ) -> Float[Array, "B K G H"]:
-    """sum over the first limits[b] tokens and their slots of weight * residual, at the slot's channel; fp32. XLA's scatter, which on a GPU
-    adds in any order."""
+    """Return the sum over the first limits[b] tokens and their slots of weight * residual, at the slot's channel; fp32.
+
+    This is XLA's scatter, which on a GPU adds in any order.
+    """
     batch, heads, group, _ = weights.shape
     index, rows = index.astype(jnp.int32), jnp.arange(batch)[:, None, None]
     token = jnp.arange(index.shape[2])[None, None]
     of_head = weights[rows, jnp.minimum(index // channels, heads - 1), :, token]  # [B, E, S, G]
     counts = token < limits[:, None, None]
     added = jnp.where(counts[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)
-    found = jnp.zeros((batch, heads * channels, group), jnp.float32).at[rows, index].add(added, mode="drop")
-    return jnp.swapaxes(found.reshape(batch, heads, channels, group), 2, 3)
+    values = jnp.zeros((batch, heads * channels, group), jnp.float32).at[rows, index].add(added, mode="drop")
+    return jnp.swapaxes(values.reshape(batch, heads, channels, group), 2, 3)
 
 
 def _scores_kernel(
@@ -110,13 +102,13 @@ def _scores_kernel(
             cos_b, sin_b = (table[tokens % SPAN, pair] for table in tables[2:])
             cos = residual * (cos_a * cos_b - sin_a * sin_b)
             sin = jnp.where(channel < half, residual, -residual) * (sin_a * cos_b + cos_a * sin_b)
-        found = []
+        scores = []
         for g in range(group):
             new = cos * q_ref[head, g, channel]
             if sin is not None:
                 new = new + sin * q_ref[head, g, (channel + half) % channels]
-            found.append(jnp.where(index // channels == before, sums[g], 0.0) + new)
-            plt.store(out_ref.at[head, g, tokens], found[g], mask=real)
-        return index // channels, found
+            scores.append(jnp.where(index // channels == before, sums[g], 0.0) + new)
+            plt.store(out_ref.at[head, g, tokens], scores[g], mask=real)
+        return index // channels, scores
 
     lax.fori_loop(0, slots, body, (jnp.full((step,), -1, jnp.int32), [jnp.zeros((step,), jnp.float32)] * group))

@@ -1,8 +1,16 @@
-"""Packed words in channel planes, as kernels read them: which bits of which tile hold a code, and how it becomes an fp16 number.
+"""The layout of packed words: which bits of which tile hold a code, and their way into fp16 numbers.
 
-The layout is that of `kvq_jax.arrays.packing` (its facts are passed in as a `Planes`). A row of words is m tiles of W words; bit field i
-of tile j holds the W channels of slot-and-chunk number i * m + j (number = slot * chunks + chunk). A field of the tile, masked and
-moved, has the shape of the tile: no reshape, no gather.
+Channel planes. A row of H channels is cut into c = H / W chunks of W neighbouring channels. The W words of a *tile* hold, in bit field i,
+the codes of one whole chunk: so unpacking a field of a tile is one shift and one mask, and the result (a *plane*) has the tile's shape: no
+reshape, no gather. Where one token does not fill whole words, n tokens share a row of words. In every span of P tokens, word row r holds
+tokens r, P/n + r, 2P/n + r, ...: slot a of row r is token a * P/n + r, so each slot of a span is a run of neighbouring tokens.
+
+A row of words is m tiles wide, m = n * c * bits / 16. Field i of tile j holds slot and chunk number i * m + j, counted slot-major (number
+= slot * c + chunk). So field i of the whole row, m * W words, is one run of neighbouring channels: wide planes for a CPU, W-wide tiles for
+a GPU.
+
+Codes whose width is not a power of two are split into plane sets, low bits first: 3 = 2 + 1, 5 = 4 + 1, 9 = 8 + 1. Head dims that are not a
+multiple of 16 are padded with zero codes up to one, and the padding is stored (and counted).
 
 From bits to fp16 without a conversion. Under the exponent bits (25 - p) << 10 the mantissa bit p of an fp16 number is worth 1. So a code
 at bit p there *is* the number 2^(10 - p) + code:
@@ -11,20 +19,32 @@ at bit p there *is* the number 2^(10 - p) + code:
 
 One shift (often none) and one `lop3` convert a pair of codes. The bias is subtracted exactly later: from a partial dot product, or by an
 fp16 addition. p + bits <= 10, so codes of up to 8 bits fit.
+
+This module imports nothing: what packs the codes (`kvq_jax.arrays.packing`) and the kernels that read them share it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
-SUPPORTED_BITS = (2, 3, 4, 5, 8)
-WORD = 16
+SUPPORTED_BITS = (2, 3, 4, 5, 8)  # of codes that kernels turn into fp16
+TABLE_BITS = (2, 3, 4)  # of codes that kernels look up in a table
+WORD_BITS = 16
+SPAN = 32  # tokens over which the slots of a word row are spread; the tiles that kernels read are whole spans
+
+
+def plane_sets(bits: int) -> tuple[int, ...]:
+    """Return the powers of two that add up to `bits`, widest first: 2 -> (2,), 3 -> (2, 1), 9 -> (8, 1)."""
+    if not 1 <= bits <= 15:
+        raise ValueError(f"{bits=} cannot be packed: 1 to 15 bits fit a 16-bit word")
+    return tuple(1 << i for i in reversed(range(4)) if bits >> i & 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """Where one code lies, and how it becomes fp16: (word[tile] >> shift) & mask at bit `position`, value bias + code.
+    """The place of one code, and the constants that make it fp16: (word[tile] >> shift) & mask at bit `position`, value bias + code.
 
     A code with a bit in a second plane set (3 = 2 + 1 bits, 5 = 4 + 1) has it in `high_tile`, to be moved right by `high_shift` to stand
     above the low bits. Negative shifts go left.
@@ -43,7 +63,7 @@ class Field:
 
     @property
     def mask(self) -> int:
-        """Of the low bits, in place."""
+        """The mask of the low bits, at their position."""
         return ((1 << self.bits) - 1) << self.position
 
     @property
@@ -56,41 +76,66 @@ class Field:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planes:
-    """Facts of a packed side: code bits, H channels = chunks * width, `slots` tokens in a word row. Static and hashable."""
+class PlaneLayout:
+    """Where each code of a token block is stored. Static and hashable; derive it with `plane_layout`."""
 
-    bits: int
-    channels: int
-    chunks: int
-    width: int
-    slots: int
+    bits: int  # of a code, all plane sets together
+    channels: int  # H as the method sees it
+    chunks: int  # c, stored chunks per token, padding included
+    width: int  # W
+    slots: int  # n, tokens that share a word row
+    span: int = SPAN  # P, tokens over which the slots are spread
 
     @property
     def sets(self) -> tuple[int, ...]:
-        """Bits of each plane set, the low bits first: powers of two, as `kvq_jax.arrays.packing` stores them."""
-        return tuple(1 << i for i in reversed(range(4)) if self.bits >> i & 1)
+        """The bits of each plane set, the low bits first."""
+        return plane_sets(self.bits)
 
     def tiles(self, set_bits: int) -> int:
-        return self.slots * self.chunks * set_bits // WORD
+        """Count the W-wide tiles in one word row of the plane set with `set_bits` bits."""
+        return self.slots * self.chunks * set_bits // WORD_BITS
+
+    def words(self, set_bits: int) -> int:
+        """Count the words in one row of that plane set."""
+        return self.tiles(set_bits) * self.width
 
     def field(self, slot: int, chunk: int) -> Field:
-        """Where token slot `slot` has its chunk of W channels."""
+        """Return where token slot `slot` has its chunk of W channels."""
         return _field(self, slot * self.chunks + chunk)
 
 
 @functools.cache
-def _field(planes: Planes, number: int) -> Field:
-    low = planes.sets[0]
-    index, tile = divmod(number, planes.tiles(low))
-    shift, position = _place(low * index, low, planes.bits)
-    if len(planes.sets) == 1:
+def plane_layout(bits: int, channels: int, block: int) -> PlaneLayout:
+    """Return the layout for H channels and blocks of `block` tokens.
+
+    W is 32 where 32-channel chunks fill whole words by themselves, else 16. n is the smallest number of tokens whose fields fill whole
+    words of the thinnest plane set; where n does not divide the span, tokens are padded with empty chunks instead, and n is the largest
+    divisor of the span that helps.
+    """
+    sets = plane_sets(bits)
+    fields = WORD_BITS // sets[-1]
+    wide = len(sets) == 1 and channels % 32 == 0 and (channels // 32) % fields == 0
+    width = 32 if wide else 16
+    chunks = -(-channels // width)
+    span = math.gcd(block, SPAN)
+    slots = math.gcd(fields // math.gcd(fields, chunks), span)
+    unit = fields // math.gcd(fields, slots)
+    return PlaneLayout(bits, channels, -(-chunks // unit) * unit, width, slots, span)
+
+
+@functools.cache
+def _field(layout: PlaneLayout, number: int) -> Field:
+    low = layout.sets[0]
+    index, tile = divmod(number, layout.tiles(low))
+    shift, position = _place(low * index, low, layout.bits)
+    if len(layout.sets) == 1:
         return Field(tile, shift, position, low)
-    index, high_tile = divmod(number, planes.tiles(1))
+    index, high_tile = divmod(number, layout.tiles(1))
     return Field(tile, shift, position, low, high_tile, index - (position + low))
 
 
 def _place(bit: int, low: int, bits: int) -> tuple[int, int]:
-    """(shift, position) for a field at `bit` of its word. Fields share few shifts, so that the compiler shares them too.
+    """Return (shift, position) for a field at `bit` of its word. Fields share few shifts, so that the compiler shares them too.
 
     Position 0 means a bias of 1024, which costs a partial dot product three bits more than position 2: used where the field would need
     a shift of its own.

@@ -1,4 +1,4 @@
-"""Looking up codes of 2, 3 or 4 bits in one table that all channels share, for four fields of a word at a time.
+"""Look up codes of 2, 3 or 4 bits in one table that all channels share, for four fields of a word at a time.
 
 A word of 16 bits that holds four codes in its four nibbles *is* a selector of `prmt`, which chooses four of eight bytes. So the low bytes
 of four entries take one instruction (two, and a selection, for 16 entries), their high bytes another, and putting the two together one for
@@ -28,15 +28,13 @@ from jax import lax
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
-from pallas_kernels.tiles.arithmetic import Half, Halves, out_of_pairs
-from pallas_kernels.tiles.layout import Planes
-from pallas_kernels.tiles.words import Bit, PairedWords, Words, code_bits
-
-BITS = (2, 3, 4)
+from pallas_kernels.tiles.halves import Half, Halves, out_of_pairs
+from pallas_kernels.tiles.layout import PlaneLayout
+from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
 
 
 def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
-    """A table of 4, 8 or 16 entries as `prmt` wants it: the low bytes of all entries, four in a word, then the high bytes."""
+    """Return a table of 4, 8 or 16 entries as `prmt` wants it: the low bytes of all entries, four in a word, then the high bytes."""
     bits = lax.bitcast_convert_type(table, jnp.uint16).astype(jnp.uint32)
     planes = jnp.stack([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-2)  # [*lead, 2, entries]
     shifts = jnp.broadcast_to(jnp.arange(0, 32, 8, dtype=jnp.uint32), (*planes.shape[:-1], planes.shape[-1] // 4, 4))
@@ -45,76 +43,79 @@ def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead w
 
 
 def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]) -> Halves:
-    """entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given in both halves of 32 bits."""
+    """Return entries[code] for the codes that `bits` (lowest first) spell: fp16 numbers, each given in both halves of 32 bits."""
     for bit in bits:
         mask = (words.moved(bit.set, bit.tile, bit.position) & np.uint32(0x10001)) * np.uint32(0xFFFF)
         entries = [low ^ ((low ^ high) & mask) for low, high in zip(entries[::2], entries[1::2], strict=True)]
-    [found] = entries
-    return out_of_pairs(found, words.axis)
+    [chosen_entry] = entries
+    return out_of_pairs(chosen_entry, words.axis)
 
 
 def in_both_halves(entry: Float16[Array, ""]) -> UInt32[Array, "1 1"]:
+    """Repeat the bits of an entry in both halves of 32 bits."""
     return (lax.bitcast_convert_type(entry, jnp.uint16).astype(jnp.uint32) * np.uint32(0x10001)).reshape(1, 1)
 
 
 class Table(NamedTuple):
-    """entries of the table in both halves of 32 bits, and the words of its `byte_planes`: read once outside of a loop over fields."""
+    """The entries of a table in both halves of 32 bits, and the words of its `byte_planes`: read once outside of a loop over fields."""
 
     entries: Sequence[UInt32[Array, "1 1"]]
     bytes: Sequence[Int32[Array, "1 1"]]
 
 
-class Looked(NamedTuple):
+class LookedUp(NamedTuple):
     """The entries that the codes of a tile's words stand for, plane by plane; what fields of a word share is computed once."""
 
-    words: Words
-    planes: Planes
+    words: WordTiles
+    layout: PlaneLayout
     table: Table
-    found: dict[tuple[int, int], list[Array]]
+    by_nibbles: dict[tuple[int, int], list[Array]]  # four planes, by (tile, odd)
 
     @classmethod
-    def up(cls, words: Words, planes: Planes, table: Table) -> Looked:
-        return cls(words, planes, table, {})
+    def of(cls, words: WordTiles, layout: PlaneLayout, table: Table) -> LookedUp:
+        return cls(words, layout, table, {})
 
     def plane(self, slot: int, chunk: int) -> Half:
-        """Of one chunk of channels of a token slot."""
+        """Return the entries for one chunk of channels of a token slot."""
         if isinstance(self.words, PairedWords):
-            return chosen(self.words, code_bits(self.planes, slot, chunk), self.table.entries)
-        low = self.planes.sets[0]
-        index, tile = divmod(slot * self.planes.chunks + chunk, self.planes.tiles(low))
+            return chosen(self.words, code_bits(self.layout, slot, chunk), self.table.entries)
+        low = self.layout.sets[0]
+        index, tile = divmod(slot * self.layout.chunks + chunk, self.layout.tiles(low))
         nibble, odd = divmod(index, 4 // low)  # fields of 2 bits: the even ones are in the nibbles, the odd ones a shift away
         key = tile, odd
-        if key not in self.found:
-            self.found[key] = self._four(tile, odd)
-        return self.found[key][nibble]
+        if key not in self.by_nibbles:
+            self.by_nibbles[key] = self._four(tile, odd)
+        return self.by_nibbles[key][nibble]
 
     def _four(self, tile: int, odd: int) -> list[Array]:
         words = self.words.tiles[0][tile]
-        if self.planes.bits == 3:
-            tiles = self.planes.tiles(1)
+        if self.layout.bits == 3:
+            tiles = self.layout.tiles(1)
             number, tile = divmod(tile, tiles)
             # bit of nibble k: number 4 k + 2 odd + (low tile beyond the thin set's)
             words = three_bit_nibbles(words, self.words.tiles[1][tile], odd, 2 * odd + number)
-        elif self.planes.bits == 2:
+        elif self.layout.bits == 2:
             words = _pairs(f"{'shr.b32 t, $1, 2;' if odd else 'mov.b32 t, $1;'} and.b32 $0, t, 0x33333333;", words)
-        return four_planes(words, self.planes.bits, self.table.bytes)
+        return four_planes(words, self.layout.bits, self.table.bytes)
 
 
 def in_registers(word: Int32[Array, ""]) -> Int32[Array, "1 1"]:
-    """The same number, of which the compiler does not know that all lanes have it: it would keep it in a uniform register, and copy it out
-    of there for every `prmt` that reads it."""
-    [found] = plt.elementwise_inline_asm(
+    """Return the same number without the compiler's knowing that all lanes have it.
+
+    It would keep the number in a uniform register, and copy it out of there for every `prmt` that reads it.
+    """
+    [register] = plt.elementwise_inline_asm(
         "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }",
         args=[word.reshape(1, 1)],
         constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct((1, 1), jnp.int32)],
     )
-    return found
+    return register
 
 
 def three_bit_nibbles(low: Int16[Array, "rows W"], high: Int16[Array, "rows W"], odd: int, position: int) -> Int16[Array, "rows W"]:
-    """Codes whose low bits are every other field of `low` and whose third bits are every fourth bit of `high`, from `position` on."""
+    """Join codes whose low bits are every other field of `low` and whose third bits are every fourth bit of `high` from `position` on."""
     by = position - 2
     moved = "mov.b32 u, $2;" if by == 0 else f"{'shr' if by > 0 else 'shl'}.b32 u, $2, {abs(by)};"
     fields = "shr.b32 t, $1, 2;" if odd else "mov.b32 t, $1;"
@@ -122,8 +123,8 @@ def three_bit_nibbles(low: Int16[Array, "rows W"], high: Int16[Array, "rows W"],
 
 
 def four_planes(nibbles: Int16[Array, "rows W"], bits: int, table: Sequence[Int32[Array, "1 1"]]) -> list[Float16[Array, "rows W"]]:
-    """The entries of the codes in each of the four nibbles. Unused bits of a nibble are 0."""
-    found: list[Array] = []
+    """Return the entries for the codes in each of the four nibbles. Unused bits of a nibble are 0."""
+    planes: list[Array] = []
     half = len(table) // 2
     low, high = table[:half], table[half:]
     plain = nibbles if bits < 4 else _pairs("and.b32 $0, $1, 0x77777777;", nibbles)
@@ -139,8 +140,8 @@ def four_planes(nibbles: Int16[Array, "rows W"], bits: int, table: Sequence[Int3
             mask = _pairs(f"shl.b32 t, $1, 4; prmt.b32 $0, t, $1, {(0xEAC8, 0xFBD9)[fields]:#x};", nibbles)
             choose = "prmt.b32 t, $3, $5, $1; prmt.b32 u, $7, $9, $1; lop3.b32 $0, $2, u, t, 0xca;"
             low_bytes, high_bytes = (_bytes(choose, selector, *plane, mask=mask) for plane in (low, high))
-        found += [_pairs(f"prmt.b32 $0, $1, $2, {order:#x};", low_bytes, high_bytes, dtype=jnp.float16) for order in (0x6240, 0x7351)]
-    return found
+        planes += [_pairs(f"prmt.b32 $0, $1, $2, {order:#x};", low_bytes, high_bytes, dtype=jnp.float16) for order in (0x6240, 0x7351)]
+    return planes
 
 
 def _bytes(assembly: str, selector: Array, *table: Array, mask: Array | None = None) -> Array:
@@ -155,7 +156,7 @@ def _pairs(assembly: str, *operands: Array, dtype: jax.typing.DTypeLike = jnp.in
 
 
 def _inline(assembly: str, operands: list[Array], constraints: list[str], dtype: jax.typing.DTypeLike = jnp.int16) -> Array:
-    """One register for each two neighbouring words, whatever its bits mean."""
+    """Run inline assembly with one register for each two neighbouring words, whatever its bits mean."""
     [result] = plt.elementwise_inline_asm(
         f"{{ .reg .b32 t, u; {assembly} }}",
         args=operands,

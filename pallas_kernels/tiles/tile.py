@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-SPAN = 32  # tokens over which the slots of a word row are spread: tiles are whole spans
+from pallas_kernels.tiles.layout import SPAN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,31 +28,32 @@ class Tile:
     limit: Int[Array, ""] | None = None
 
     def offset(self, unit: int) -> Int[Array, ""]:
-        """The start, in units of `unit` tokens; in a unit that is longer than the tile, the one that holds the start."""
+        """Return the start in units of `unit` tokens; if a unit is longer than the tile, the number of the one that holds the start."""
         if self.index is None:
             return self.start // unit
         return self.index * (self.size // unit) if unit <= self.size else self.index // (unit // self.size)
 
     @property
     def masked(self) -> bool:
+        """True if some tokens may not count."""
         return self.limit is not None
 
     def counts(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Which tokens, numbered from the tile's start, count."""
+        """Mark the tokens, numbered from the tile's start, that count."""
         if self.first is None or self.limit is None:
             return jnp.ones(tokens.shape, bool)
         at = self.start + tokens
         return (at >= self.first) & (at < self.limit)
 
     def slot_tokens(self, slots: int, slot: int) -> Int[Array, " rows"]:
-        """The tokens, from the tile's start on, that slot `slot` of the word rows holds: in each span, a run of SPAN / slots of them."""
+        """Return the tokens, from the tile's start on, that slot `slot` of the word rows holds: a run of SPAN / slots in each span."""
         run = SPAN // slots
         row = lax.broadcasted_iota(jnp.int32, (self.size // slots,), 0)
         return row // run * SPAN + run * slot + row % run
 
 
 def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[Array, "other_rows G"]]:
-    """Rows of len(rows) token slots, rearranged into `slots` token slots: needed where K and V pack different numbers of tokens in a row.
+    """Rearrange rows of len(rows) token slots into `slots` token slots: needed where K and V pack different numbers of tokens in a row.
 
     Kernels cannot slice or concatenate values, so slots are chosen with masks.
     """

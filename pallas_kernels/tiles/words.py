@@ -14,13 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
-from pallas_kernels.tiles.arithmetic import Half, Halves, half2, in_pairs, out_of_pairs, twice
-from pallas_kernels.tiles.layout import Field, Planes
+from pallas_kernels.tiles.arithmetic import half2, twice
+from pallas_kernels.tiles.halves import Half, Halves, in_pairs, out_of_pairs
+from pallas_kernels.tiles.layout import Field, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 
 
 class Bit(NamedTuple):
-    """Where one bit of a code is: bit `position` of the words of a tile, in one of the plane sets."""
+    """The place of one bit of a code: bit `position` of the words of a tile, in one of the plane sets."""
 
     set: int
     tile: int
@@ -28,13 +29,13 @@ class Bit(NamedTuple):
 
 
 @functools.cache
-def code_bits(planes: Planes, slot: int, chunk: int) -> tuple[Bit, ...]:
-    """Where the bits of a chunk's codes are, lowest first."""
-    number, found = slot * planes.chunks + chunk, []
-    for i, bits in enumerate(planes.sets):
-        index, tile = divmod(number, planes.tiles(bits))
-        found += [Bit(i, tile, bits * index + j) for j in range(bits)]
-    return tuple(found)
+def code_bits(layout: PlaneLayout, slot: int, chunk: int) -> tuple[Bit, ...]:
+    """Return where the bits of a chunk's codes are, lowest first."""
+    number, places = slot * layout.chunks + chunk, []
+    for i, bits in enumerate(layout.sets):
+        index, tile = divmod(number, layout.tiles(bits))
+        places += [Bit(i, tile, bits * index + j) for j in range(bits)]
+    return tuple(places)
 
 
 class Run(NamedTuple):
@@ -47,24 +48,24 @@ class Run(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Words(abc.ABC):
-    """tiles[set][j]: the j-th tile of a plane set, W words of each of the tile's rows."""
+class WordTiles(abc.ABC):
+    """The packed words of a tile of tokens. tiles[set][j]: the j-th tile of a plane set, W words of each of the tile's rows."""
 
     tiles: list[list[Any]]
 
     @abc.abstractmethod
     def gathered(self, runs: Sequence[Run], bits: int) -> Half:
-        """The fp16 numbers whose bits are `bits`, or-ed with those of the runs."""
+        """Return the fp16 numbers whose bits are `bits`, or-ed with those of the runs."""
 
     def codes(self, field: Field) -> Half:
-        """bias + code of one field, exactly."""
+        """Return bias + code of one field, exactly."""
         runs = [Run(0, field.tile, field.shift, field.mask)]
         if field.high_tile is not None:
             runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
     def number(self, bits: Sequence[Bit]) -> tuple[Half, int]:
-        """(bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py."""
+        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py."""
         # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
         first = bits[0].position
         at = next(place for place in (first, first - 8, 0) if 0 <= place <= 10 - len(bits))
@@ -79,31 +80,31 @@ class Words(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class SingleWords(Words):
-    """int16 [rows, W], for inline assembly, which takes two neighbours at a time by itself."""
+class SingleWords(WordTiles):
+    """Words as int16 [rows, W], for inline assembly, which takes two neighbours at a time by itself."""
 
     tiles: list[list[Int16[Array, "rows W"]]]
 
     def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
-        """One `lop3` for each run and pair of words, and a shift, which other fields may share."""
+        """Gather with one `lop3` for each run and pair of words, and a shift, which other fields may share."""
         if len(runs) == 1 and (byte := runs[0]).mask == 0xFF and byte.shift in (0, 8) and bits == 0x6400:
             index = byte.shift // 8  # bytes of two words, each below the byte 0x64
             selector = 0x4 << 12 | (2 + index) << 8 | 0x4 << 4 | index
             return half2(f"prmt.b32 $0, $1, 0x64646464, {selector:#x};", self.tiles[byte.set][byte.tile])
-        found: Array | None = None
+        numbers: Array | None = None
         for run in runs:
             # bits that cross from one half of the register into the other are masked off
             move = f"{'shr' if run.shift > 0 else 'shl'}.b32 t, $1, {abs(run.shift)};"
-            rest = twice(bits) if found is None else "$2"
-            operands = [self.tiles[run.set][run.tile], *([] if found is None else [found])]
-            found = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {twice(run.mask)}, {rest}, 0xea; }}", *operands)
-        assert found is not None
-        return found
+            rest = twice(bits) if numbers is None else "$2"
+            operands = [self.tiles[run.set][run.tile], *([] if numbers is None else [numbers])]
+            numbers = half2(f"{{ .reg .b32 t; {move} lop3.b32 $0, t, {twice(run.mask)}, {rest}, 0xea; }}", *operands)
+        assert numbers is not None
+        return numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class PairedWords(Words):
-    """uint32, two neighbours along `axis` in each, for array operations: they mask and move two words at a time.
+class PairedWords(WordTiles):
+    """Words as uint32, two neighbours along `axis` in each, for array operations: they mask and move two words at a time.
 
     zero: 0, but compilers do not know it. They would write a constant mask into a register before each of its uses; constants that this is
     added to stay in one.
@@ -114,31 +115,32 @@ class PairedWords(Words):
     zero: UInt32[Array, ""]
 
     def moved(self, set: int, tile: int, shift: int) -> UInt32[Array, "a b"]:
+        """Shift the words of a tile right, or left if `shift` is negative."""
         words = self.tiles[set][tile]
         if shift > 0:
             return words >> np.uint32(shift)
         return words << np.uint32(-shift) if shift < 0 else words
 
     def gathered(self, runs: Sequence[Run], bits: int) -> Halves:
-        found: Array = np.uint32(bits * 0x10001) + self.zero
+        pairs: Array = np.uint32(bits * 0x10001) + self.zero
         for i, run in enumerate(runs):
-            part = self.moved(run.set, run.tile, run.shift) & np.uint32(run.mask * 0x10001)  # what crosses between halves is masked off
+            masked = self.moved(run.set, run.tile, run.shift) & np.uint32(run.mask * 0x10001)  # what crosses between halves is masked off
             # the same, for no bit is in both; but compilers would move the constant to the end of a chain of one kind: one more instruction
-            found = found ^ part if i % 2 else found | part
-        return out_of_pairs(found, self.axis)
+            pairs = pairs ^ masked if i % 2 else pairs | masked
+        return out_of_pairs(pairs, self.axis)
 
 
-def read_words(refs: Sequence[Any], planes: Planes, tile: Tile, axis: int, asm: bool) -> Words:
-    """The words of a tile of tokens. axis: along which neighbours are computed on together, the one that a dot will contract."""
-    rows = pl.ds(tile.offset(planes.slots), tile.size // planes.slots)
+def read_words(refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool) -> WordTiles:
+    """Read the words of a tile of tokens. axis: along which neighbours are computed on together, the one that a dot will contract."""
+    rows = pl.ds(tile.offset(layout.slots), tile.size // layout.slots)
     tiles = [
-        [ref[rows, pl.ds(planes.width * j, planes.width)] for j in range(planes.tiles(bits))]
-        for ref, bits in zip(refs, planes.sets, strict=False)
+        [ref[rows, pl.ds(layout.width * j, layout.width)] for j in range(layout.tiles(bits))]
+        for ref, bits in zip(refs, layout.sets, strict=False)
     ]
     return SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
 
 
 def paired(tiles: Sequence[Sequence[Int16[Array, "rows W"]]], axis: int, start: Int32[Array, ""]) -> PairedWords:
-    """start: any number that is not negative, known only when the kernel runs."""
+    """Put neighbouring words together. start: any number that is not negative, known only when the kernel runs."""
     zero = lax.bitcast_convert_type(start >> np.int32(31), jnp.uint32)
     return PairedWords([[in_pairs(words, axis) for words in of_set] for of_set in tiles], axis, zero)

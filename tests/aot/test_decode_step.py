@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvq_jax as kvq
-from benchmarks.gpu.decode_step import llama_config
+from benchmarks.llama_8b import llama_config
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing

@@ -17,8 +17,9 @@ from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
-from pallas_kernels.readers.grouped import Grouped
-from pallas_kernels.readers.sparse_outliers import TOKENS, outlier_scores, turn
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.sparse_outliers import TOKENS, outlier_scores
+from pallas_kernels.readers.turn import turn
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 
@@ -39,10 +40,10 @@ on_both_gpus = pytest.mark.parametrize("target", [H200, A100], ids=lambda target
     ],
 )
 def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_spills, arithmetic, target):
-    side = grouped(GroupedCodec("k", GroupFormat(bits, scheme, axis, 32, 128, 32)))
-    assert isinstance(side, Grouped)
+    reader = grouped(GroupedCodec("k", GroupFormat(bits, scheme, axis, 32, 128, 32)))
+    assert isinstance(reader, GroupedReader)
     rows = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
-    program = compile_for(target, lambda rows: quantize_rows(rows, side, scheme, bits, how=Launch(arithmetic)), (rows,))
+    program = compile_for(target, lambda rows: quantize_rows(rows, reader, scheme, bits, launch=Launch(arithmetic)), (rows,))
     kernel = program.kernel(f"quantize_{scheme}_{axis}")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes <= most_spills, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"

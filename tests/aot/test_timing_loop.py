@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.gpu import device_timing, run
-from benchmarks.gpu.candidates import DEQUANTIZED, attention_tasks, shape_of
+from benchmarks.gpu import device_timing, timed_case
+from benchmarks.gpu.attention_candidates import DEQUANTIZED, attention_tasks, shape_of
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missin
 def done_before_the_loop() -> list[str]:
     """What the timed program of the candidate that dequantizes does with the stored arrays before its loop begins."""
     task = next(t for t in attention_tasks(shape_of("Llama-3.1-8B", 4096, 16), ()) if t.candidate.startswith(DEQUANTIZED)).make()
-    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, run.SEED)
+    x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
     loop = device_timing.timing_loop(task.calls[0][1], task.feed, 3)
     text = compile_for(H200, loop, (x, [copy] * 2)).compiled.as_text()
     before, found, _ = text[text.index("\nENTRY") :].partition(" while(")

@@ -15,7 +15,7 @@ from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import pack, unpack
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
-from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.base import Reader
 
 KINDS = {  # scheme, axis: how a side is grouped
     "inner_k": "channels",
@@ -83,10 +83,10 @@ def kernel_cases(*ids: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.id)
 
 
-def side_of(format: GroupFormat | None, head_dim: int) -> Side:
-    side = dense(head_dim, "bfloat16") if format is None else grouped(GroupedCodec("k", format))
-    assert isinstance(side, Side), side
-    return side
+def reader_of(format: GroupFormat | None, head_dim: int) -> Reader:
+    reader = dense(head_dim, "bfloat16") if format is None else grouped(GroupedCodec("k", format))
+    assert isinstance(reader, Reader), reader
+    return reader
 
 
 def stored_structs(format: GroupFormat | None, batch: int, heads: int, tokens: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:

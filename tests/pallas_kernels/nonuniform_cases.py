@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.packing import PlaneLayout, pack, plane_layout
+from kvq_jax.arrays.packing import pack
 from kvq_jax.codecs.kernel_readers import nonuniform
-from pallas_kernels.readers.base import Side
-from pallas_kernels.readers.rotary import Rotated
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 UNUSED = 65535
 FACTOR = 1.25  # attention factor of the keys' RoPE
@@ -22,20 +23,20 @@ FACTOR = 1.25  # attention factor of the keys' RoPE
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """statistics: of channels, fixed; of a token over all heads; or of so many channels of a token and head."""
+    """A stored format. scales: of channels, fixed; of a token over all heads; or of so many channels of a token and head."""
 
     bits: int
-    statistics: Literal["channels", "token"] | int
+    scales: Literal["channels", "token"] | int
     slots: int = 0
     pre_rope: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Arrays of one side in the order of its `Side`, and their meaning in float64: dense rows and outliers [B, K, S, H], before RoPE."""
+    """Arrays of keys or values as a reader takes them, and their meaning in float64: dense rows and outliers [B, K, S, H], before RoPE."""
 
     format: Format
-    side: Side
+    reader: Reader
     arrays: list[np.ndarray]
     dense: np.ndarray
     outliers: np.ndarray
@@ -52,15 +53,15 @@ class Stored:
         return FACTOR * np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def side_of(format: Format, head_dim: int, heads: int, sink: int) -> Side:
+def reader_of(format: Format, head_dim: int, heads: int, sink: int) -> Reader:
     group = None
-    if format.statistics == "token":
+    if format.scales == "token":
         group = ChannelGroup(heads, head_dim)
-    elif isinstance(format.statistics, int):
-        group = ChannelGroup(1, format.statistics)
-    side = nonuniform(layout_of(format, head_dim), group, slots=format.slots, pre_rope=format.pre_rope)
-    assert isinstance(side, Side), side
-    return dataclasses.replace(side, sink=sink) if isinstance(side, Rotated) else side
+    elif isinstance(format.scales, int):
+        group = ChannelGroup(1, format.scales)
+    reader = nonuniform(layout_of(format, head_dim), group, slots=format.slots, pre_rope=format.pre_rope)
+    assert isinstance(reader, Reader), reader
+    return dataclasses.replace(reader, sink=sink) if isinstance(reader, RotatedReader) else reader
 
 
 def layout_of(format: Format, head_dim: int) -> PlaneLayout:
@@ -72,13 +73,13 @@ def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, s
     codes = rng.integers(0, 1 << format.bits, (batch, heads, tokens, head_dim))
     table = np.sort(rng.uniform(-1, 1, 1 << format.bits)).astype(np.float32)
     arrays = [*(np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), layout_of(format, head_dim))), table]
-    if format.statistics == "channels":
+    if format.scales == "channels":
         scale, zero = (rng.uniform(*r, (heads, head_dim)).astype(np.float32) for r in ((0.5, 2.0), (-0.5, 0.5)))
         arrays += [scale, zero]
         scale, zero = (s[None, :, None] for s in (scale, zero))
     else:
-        shared = format.statistics == "token"
-        width = head_dim if shared else int(format.statistics)
+        shared = format.scales == "token"
+        width = head_dim if shared else int(format.scales)
         shape = (batch, 1 if shared else heads, head_dim // width, tokens)
         halves = [rng.uniform(*r, shape).astype(np.float16) for r in ((0.5, 2.0), (-0.5, 0.5))]
         arrays += [h.view(np.uint16) for h in halves]
@@ -94,7 +95,7 @@ def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, s
     frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
     if format.pre_rope:
         arrays += [frequencies, np.float32(FACTOR)]
-    return Stored(format, side_of(format, head_dim, heads, sink), arrays, dense, outliers, frequencies, sink)
+    return Stored(format, reader_of(format, head_dim, heads, sink), arrays, dense, outliers, frequencies, sink)
 
 
 def slots(rng: np.random.Generator, count: int, batch: int, tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,19 +109,19 @@ def slots(rng: np.random.Generator, count: int, batch: int, tokens: int, width: 
     return np.ascontiguousarray(np.swapaxes(index, 1, 2)), np.ascontiguousarray(np.swapaxes(residual, 1, 2))
 
 
-def spoiled(side: Stored, limits: Sequence[int], bits: int) -> list[np.ndarray]:
+def spoiled(stored: Stored, limits: Sequence[int], bits: int) -> list[np.ndarray]:
     """The arrays with everything overwritten that no token below a row's limit reads: words by ones, fp16 numbers by `bits`, and indices by
     channels of every head, for the residual of an unused slot would not be read at all."""
-    _, heads, tokens, channels = side.dense.shape
-    format, found = side.format, []
-    sets, per_row = len(layout_of(format, channels).sets), tokens // side.arrays[0].shape[2]
-    index = len(side.arrays) - (4 if format.pre_rope else 2) if format.slots else None
-    for i, array in enumerate(side.arrays):
+    _, heads, tokens, channels = stored.dense.shape
+    format, found = stored.format, []
+    sets, per_row = len(layout_of(format, channels).sets), tokens // stored.arrays[0].shape[2]
+    index = len(stored.arrays) - (4 if format.pre_rope else 2) if format.slots else None
+    for i, array in enumerate(stored.arrays):
         array = np.array(array)
         if i < sets:
             for b, limit in enumerate(limits):
                 array[b, :, -(-limit // 32) * 32 // per_row :] = -1
-        elif array.ndim > 2:  # a token's statistics, [B, K, groups, S]; indices and residuals, [B, E, S]
+        elif array.ndim > 2:  # a token's scales and zero points, [B, K, groups, S]; indices and residuals, [B, E, S]
             garbage = np.arange(format.slots)[:, None] * (heads * channels // format.slots) if i == index else bits
             for b, limit in enumerate(limits):
                 array[b, ..., limit:] = garbage

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from kvq_jax.array_types import Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, Side, side_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.methods.base import Method, Windows
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +43,8 @@ class DenseCodec(Codec):
     def exact(self) -> bool:
         return True
 
-    def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.codecs.kernel_readers import dense
-
-        return dense(self.channels, self.dtype)
+    def kernel_reader(self) -> Reader | str:
+        return kernel_readers.dense(self.channels, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

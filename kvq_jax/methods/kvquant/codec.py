@@ -4,7 +4,7 @@ arrays/sparse_outliers.py."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +18,11 @@ from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
+from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, OutlierCounts, Side, rotate_keys, side_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
@@ -114,11 +113,9 @@ class KVQuantCodec(Codec):
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
-    def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.codecs.kernel_readers import nonuniform as side
-
-        format = self.format
-        return side(format.layout, format.group, scale_dtype=format.scale_dtype, slots=format.slots, pre_rope=self.pre_rope)
+    def kernel_reader(self) -> Reader | str:
+        f = self.format
+        return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, slots=f.slots, pre_rope=self.pre_rope)
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]

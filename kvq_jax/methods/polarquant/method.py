@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,14 +15,13 @@ from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat
 from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 BITS = (1, 2, 3, 4, 5, 6)
 GROUP = 128  # of the paper's m4n4
@@ -79,11 +78,9 @@ class PolarCodec(Codec):
         (x, y), (keys_x, keys_y) = jnp.split(query, 2, axis=-1), polar_array.key_halves(body, step)
         return dot_rows(x, keys_x) + dot_rows(y, keys_y)
 
-    def kernel_side(self) -> KernelSide | str:
-        from kvq_jax.codecs.kernel_readers import polar as side
-
+    def kernel_reader(self) -> Reader | str:
         f = self.format
-        return side(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
+        return kernel_readers.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
 
     @property
     def _most(self) -> int:

@@ -11,7 +11,7 @@ Parameters of a layer, by name:
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.base import Codec, CrossLayerCodec, OutlierCounts, Side
 from kvq_jax.codecs.dots import dot_rows
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.methods.xquant.projections import (
     Projection,
     factored,
@@ -33,9 +34,6 @@ from kvq_jax.methods.xquant.projections import (
     weighted_values,
 )
 from kvq_jax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvq_jax.codecs.kernel_readers import Side as KernelSide
 
 Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 
@@ -124,7 +122,7 @@ class _XRows(Codec):
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.stored.dequantize((), (), body)
 
-    def kernel_side(self) -> KernelSide | str:
+    def kernel_reader(self) -> Reader | str:
         return "keys are rebuilt from the layer's input by matrix products, which XLA does"
 
     def rebuilt(self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:

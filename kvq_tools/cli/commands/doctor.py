@@ -126,9 +126,9 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
     if layout := codec.code_layout:
         described["packing"] = {
             "code_bits": layout.bits,
-            "plane_channels": layout.plane,
+            "plane_channels": layout.width,
             "tokens_per_word_row": layout.slots,
-            "padding_channels": layout.chunks * layout.plane - layout.channels,
+            "padding_channels": layout.chunks * layout.width - layout.channels,
         }
     return described
 
@@ -255,7 +255,7 @@ def _padding_warnings(cache: kvq.Cache) -> list[str]:
     padded: dict[int, int] = {}
     for layout in (codec.code_layout for plan in cache.plans for codec in plan.codecs):
         if layout is not None:
-            padded[layout.channels] = max(padded.get(layout.channels, 0), layout.chunks * layout.plane)
+            padded[layout.channels] = max(padded.get(layout.channels, 0), layout.chunks * layout.width)
     return [
         f"codes of {channels} channels are padded to {stored} to fill words, and the padding is stored"
         for channels, stored in sorted(padded.items())

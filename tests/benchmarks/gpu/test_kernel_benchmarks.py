@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             empty(),
             made / "kernels_cpu.json",
             TIMING,
-            hows=INTERPRETED,
+            launches=INTERPRETED,
             specs=("dense", "kivi:bits=2", "kvquant:bits=3,outliers=0.02"),
             threads=2,
         )
@@ -231,7 +231,7 @@ def test_a_resumed_run_repeats_nothing_and_names_what_ended_the_last(tmp_path: p
         report, rows=list(report.rows), skipped=[], running=[KernelRow("attention", MODEL, CASES[0].shape, "culprit")]
     )
     rows = len(done.rows)
-    kernels.run(CASES[:2], done, tmp_path / "rows.json", TIMING, hows=INTERPRETED, specs=("dense", "kivi:bits=2"))
+    kernels.run(CASES[:2], done, tmp_path / "rows.json", TIMING, launches=INTERPRETED, specs=("dense", "kivi:bits=2"))
     assert len(done.rows) == rows + 1
     assert done.rows[-1].candidate == "culprit"
     assert "process ended" in done.rows[-1].failure
@@ -254,8 +254,8 @@ def test_attention_candidates_lower_for_cuda(spec: str, arithmetic: str):
 
 @pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
 def test_kvquant_candidates_lower_for_cuda(arithmetic: str):
-    how = (Launch(arithmetic),)
-    for task in kvquant_candidates.table_tasks(shape_of("Llama-2-7B", 2048, 1), how):
+    launch = (Launch(arithmetic),)
+    for task in kvquant_candidates.table_tasks(shape_of("Llama-2-7B", 2048, 1), launch):
         assert ("matvec" in lowered(task)) == (task.candidate in ("dense", "total")), task.candidate
 
 

@@ -37,7 +37,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KernelRow]:
     timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
     file: pathlib.Path = tmp_path_factory.mktemp("results") / "kernels_cpu.json"
     cases = [Case("attention", "Llama-3.2-1B", SHAPE)]
-    kernels.run(cases, report, file, timing, hows=INTERPRETED, specs=(*SERVED, *REFUSED, "kivi:bit=2"), threads=2)
+    kernels.run(cases, report, file, timing, launches=INTERPRETED, specs=(*SERVED, *REFUSED, "kivi:bit=2"), threads=2)
     return {row.candidate: row for row in report.rows}
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import pack, plane_layout, plane_sets, unpack
+from kvq_jax.arrays.packing import pack, unpack
+from pallas_kernels.tiles.layout import plane_layout, plane_sets
 from tests.compile_options import QUICK_COMPILE
 
 HEAD_DIMS = (8, 64, 80, 96, 128, 256)
@@ -66,7 +67,7 @@ def test_padding_is_stored_and_counted():
 def test_planes_are_never_wider_than_a_default_group():
     for bits in (1, 2, 3, 4, 8):
         for head_dim in HEAD_DIMS:
-            assert plane_layout(bits, head_dim, 32).plane in (16, 32)
+            assert plane_layout(bits, head_dim, 32).width in (16, 32)
 
 
 @pytest.mark.parametrize(("bits", "sets"), [(2, (2,)), (3, (2, 1)), (5, (4, 1)), (9, (8, 1)), (15, (8, 4, 2, 1))])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.attention import dispatch
+from kvq_jax.attention import dispatch, fused
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_models import prefill as prefill_model
@@ -74,8 +74,8 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, prompt = cache.plans[0], tokens().window(np.zeros_like(LENGTHS), LENGTHS, CAPACITY)
     states = {
-        how: prefill(plan, parameters_of(plan), cache.layers[0], prompt, (), implementation=how)[1]
-        for how in ("xla", Launch(interpret=True))
+        launch: prefill(plan, parameters_of(plan), cache.layers[0], prompt, (), implementation=launch)[1]
+        for launch in ("xla", Launch(interpret=True))
     }
     bodies = [jax.tree.leaves(state.body) for state in states.values()]
     for one, other in zip(*bodies, strict=True):
@@ -169,7 +169,7 @@ def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
     monkeypatch.setattr(dispatch, "no_device", lambda: None)
     launched = []
-    monkeypatch.setattr(dispatch, "quantize_rows", lambda *args, **kwargs: launched.append(args) or 1 / 0)
+    monkeypatch.setattr(fused, "quantize_rows", lambda *args, **kwargs: launched.append(args) or 1 / 0)
     llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)
     prompt = np.ones((1, 200), int)
     _, cache = prefill_model(llama, kvq.init_cache("kivi", llama.config, 1, 256, "bfloat16"), prompt, implementation="xla")

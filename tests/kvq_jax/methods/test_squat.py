@@ -257,8 +257,8 @@ def test_kernels_read_it_as_kivi_and_none_quantizes_it():
     dims = CacheDims(1, 8, 2, 128, 1024)
     for spec, plain in (("squat", "kivi"), ("squat_pre:bits=4", "kivi:bits=4,pre_rope=true")):
         ours, kivi = (kvq.parse(s).layer(0, dims, 1024, "bfloat16") for s in (spec, plain))
-        assert not isinstance(ours.k.kernel_side(), str)
-        assert ours.k.kernel_side() == kivi.k.kernel_side()
+        assert not isinstance(ours.k.kernel_reader(), str)
+        assert ours.k.kernel_reader() == kivi.k.kernel_reader()
         assert ours.v == kivi.v
         assert ours.k.kernel_job((), prefill=True) is None
         body = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kivi.k.body(1, 2, 64))

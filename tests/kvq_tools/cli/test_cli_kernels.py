@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvq_jax.attention import dispatch
+from kvq_jax.attention import dispatch, fused
 from kvq_models import save_llama
 from pallas_kernels.launch import Launch
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -25,12 +25,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def launched(monkeypatch) -> list[Launch]:
-    """How kernels that read caches were launched, on what seems to be a GPU."""
+    """The launches of kernels that read caches, on what seems to be a GPU."""
     jax.clear_caches()  # layers that were traced before would launch nothing
-    found, attention = [], dispatch.decode_attention
+    found, attention = [], fused.decode_attention
     monkeypatch.setattr(dispatch, "no_device", lambda: None)
     monkeypatch.setattr(dispatch, "LAUNCH", Launch(interpret=True))
-    monkeypatch.setattr(dispatch, "decode_attention", lambda *args, how, **named: found.append(how) or attention(*args, how=how, **named))
+    monkeypatch.setattr(
+        fused, "decode_attention", lambda *args, launch, **named: found.append(launch) or attention(*args, launch=launch, **named)
+    )
     return found
 
 
@@ -64,3 +66,11 @@ def test_without_a_gpu_the_footer_says_xla(model, run):
         pytest.skip("there is a GPU")
     _, out, _ = run(*arguments(model))
     assert "; implementation xla; " in out.splitlines()[-1]
+
+
+def test_doctor_tells_that_this_jax_compiles_no_kernels(model, monkeypatch, run, run_json):
+    reason = "kernels need Triton"
+    assert {layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]} != {reason}
+    monkeypatch.setattr(dispatch, "no_triton", lambda: reason)
+    assert {layer["no_kernel"] for layer in run_json("doctor", model, "--cache", CACHE)["layers"]} == {reason}
+    assert f"no: {reason}" in " ".join(run("doctor", model, "--cache", CACHE)[1].split())

@@ -16,9 +16,9 @@ from tests.pallas_kernels.kernel_cases import (
     KernelCase,
     Lengths,
     kernel_cases,
+    reader_of,
     row_errors,
     rows_with_neighbours_scales,
-    side_of,
     spoiled,
     stored_rows,
     stored_structs,
@@ -63,27 +63,27 @@ def reference(q: jax.Array, k: np.ndarray, v: np.ndarray, limits: tuple[int, ...
     return np.einsum("bkgs,bksh->bkgh", weights, v) / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "capacity", "tuning", "how"))
-def attend(case, q, k, v, limits, capacity, tuning, how):
-    keys, values = (side_of(case.k, case.head_dim), k), (side_of(case.v, case.head_dim), v)
-    return decode_attention(q, keys, values, limits, capacity=capacity, tuning=tuning, how=how)
+@functools.partial(jax.jit, static_argnames=("case", "capacity", "tuning", "launch"))
+def attend(case, q, k, v, limits, capacity, tuning, launch):
+    keys, values = (reader_of(case.k, case.head_dim), k), (reader_of(case.v, case.head_dim), v)
+    return decode_attention(q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch)
 
 
 def output(part) -> np.ndarray:
     return np.asarray(part.o / jnp.maximum(part.l, 1e-30))
 
 
-def outputs(case: KernelCase, arrays, lengths: Lengths, tuning: Tuning | None, how: Launch, more: int = 0) -> np.ndarray:
+def outputs(case: KernelCase, arrays, lengths: Lengths, tuning: Tuning | None, launch: Launch, more: int = 0) -> np.ndarray:
     """Attention to the first limit + more tokens of each row, where there are so many."""
     limits = jnp.minimum(jnp.asarray(lengths.limits) + more, lengths.capacity)
-    return output(attend(case, queries(case), *arrays, limits, lengths.capacity, tuning, how))
+    return output(attend(case, queries(case), *arrays, limits, lengths.capacity, tuning, launch))
 
 
-def check_lengths(case: KernelCase, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+def check_lengths(case: KernelCase, lengths: Lengths, tuning: Tuning | None, launch: Launch) -> None:
     q, limits = queries(case), lengths.limits
     exact = [rows(case.head_dim, i, lengths) for i in (0, 1)]
     (k, k_rows), (v, v_rows) = (stored_rows(f, r) for f, r in zip((case.k, case.v), exact, strict=True))
-    found = outputs(case, (k, v), lengths, tuning, how)
+    found = outputs(case, (k, v), lengths, tuning, launch)
     wanted = reference(q, k_rows, v_rows, limits)
     errors = row_errors(found, wanted).max(axis=(1, 2))
     assert (found[0] == 0).all(), "a row without tokens has no output"
@@ -105,22 +105,22 @@ def check_lengths(case: KernelCase, lengths: Lengths, tuning: Tuning | None, how
         assert row_errors(found, rows_)[1:].max() > 3 * TOLERANCE, f"{name} would pass"
 
 
-def check_garbage(case: KernelCase, lengths: Lengths, tuning: Tuning | None, how: Launch, garbage: float) -> None:
+def check_garbage(case: KernelCase, lengths: Lengths, tuning: Tuning | None, launch: Launch, garbage: float) -> None:
     """What lies at a row's limit and behind it changes no bit, whatever it is."""
     arrays, live = stored(case, lengths), np.asarray(lengths.limits) < lengths.capacity
     dirty = [spoiled(f, a, lengths.limits, garbage) for f, a in zip((case.k, case.v), arrays, strict=True)]
     for before, after in zip(jax.tree.leaves(arrays), jax.tree.leaves(dirty), strict=True):
         assert (np.asarray(before) != np.asarray(after)).any(), "an array was not spoiled"
-    found = outputs(case, dirty, lengths, tuning, how)
+    found = outputs(case, dirty, lengths, tuning, launch)
     assert np.isfinite(found).all()
-    np.testing.assert_array_equal(found, outputs(case, arrays, lengths, tuning, how))
-    further, clean = (outputs(case, a, lengths, tuning, how, more=1)[live] for a in (dirty, arrays))
+    np.testing.assert_array_equal(found, outputs(case, arrays, lengths, tuning, launch))
+    further, clean = (outputs(case, a, lengths, tuning, launch, more=1)[live] for a in (dirty, arrays))
     assert (further != clean).any(axis=(1, 2, 3)).all(), "the token at the limit is not spoiled: nothing was shown"
 
 
-def check_splits(case: KernelCase, lengths: Lengths, how: Launch) -> None:
+def check_splits(case: KernelCase, lengths: Lengths, launch: Launch) -> None:
     arrays = stored(case, lengths)
-    one, many = (outputs(case, arrays, lengths, tuned(n, tile=32), how) for n in (1, 3))
+    one, many = (outputs(case, arrays, lengths, tuned(n, tile=32), launch) for n in (1, 3))
     assert row_errors(many, one)[1:].max() < 2e-3
     assert row_errors(many[1:], one[:-1])[1:].max() > 3e-2, "rows of other lengths must differ"
 

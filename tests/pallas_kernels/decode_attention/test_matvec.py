@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
-from tests.pallas_kernels.kernel_cases import KernelCase, kernel_cases, row_errors, side_of, stored_rows, stored_structs
+from tests.pallas_kernels.kernel_cases import KernelCase, kernel_cases, reader_of, row_errors, stored_rows, stored_structs
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 BATCH, HEADS = 1, 2
@@ -43,19 +43,19 @@ def inputs(case: KernelCase, capacity: int):
 # A tuning of None is the usual one.
 
 
-@functools.partial(jax.jit, static_argnames=("case", "capacity", "tuning", "how"))
-def scores(case, q, k, capacity, tuning, how):
-    return matvec.scores(q, side_of(case.k, case.head_dim), k, capacity=capacity, how=how, **({"tuning": tuning} if tuning else {}))
+@functools.partial(jax.jit, static_argnames=("case", "capacity", "tuning", "launch"))
+def scores(case, q, k, capacity, tuning, launch):
+    return matvec.scores(q, reader_of(case.k, case.head_dim), k, capacity=capacity, launch=launch, **({"tuning": tuning} if tuning else {}))
 
 
-@functools.partial(jax.jit, static_argnames=("case", "tuning", "how"))
-def weighted_values(case, p, v, tuning, how):
-    return matvec.weighted_values(p, side_of(case.v, case.head_dim), v, how=how, **({"tuning": tuning} if tuning else {}))
+@functools.partial(jax.jit, static_argnames=("case", "tuning", "launch"))
+def weighted_values(case, p, v, tuning, launch):
+    return matvec.weighted_values(p, reader_of(case.v, case.head_dim), v, launch=launch, **({"tuning": tuning} if tuning else {}))
 
 
-def check_scores(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch) -> None:
+def check_scores(case: KernelCase, capacity: int, tuning: Tuning | None, launch: Launch) -> None:
     q, _, (k, k_rows), (_, v_rows) = inputs(case, capacity)
-    found = scores(case, q, k, capacity, tuning, how)
+    found = scores(case, q, k, capacity, tuning, launch)
     assert found.shape == (BATCH, HEADS, case.group, capacity)
 
     def error(rows: np.ndarray) -> float:
@@ -67,9 +67,9 @@ def check_scores(case: KernelCase, capacity: int, tuning: Tuning | None, how: La
     assert error(np.roll(k_rows, 1, axis=2)) > 0.1, "the scores of the tokens before would pass"
 
 
-def check_values(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch) -> None:
+def check_values(case: KernelCase, capacity: int, tuning: Tuning | None, launch: Launch) -> None:
     _, p, (_, k_rows), (v, v_rows) = inputs(case, capacity)
-    found = weighted_values(case, p, v, tuning, how)
+    found = weighted_values(case, p, v, tuning, launch)
     assert found.shape == (BATCH, HEADS, case.group, case.head_dim)
 
     def error(rows: np.ndarray) -> float:
@@ -106,13 +106,13 @@ def test_a_capacity_of_no_whole_tiles_is_refused():
     case = KernelCase("dense", None, None, 64)
     with pytest.raises(ValueError, match="capacity=96 is not whole tiles of 64"):
         matvec.weighted_values(
-            jnp.zeros((1, 1, 1, 96)), side_of(None, 64), [jnp.zeros((1, 1, 96, case.head_dim), jnp.uint16)], tuning=TUNING
+            jnp.zeros((1, 1, 1, 96)), reader_of(None, 64), [jnp.zeros((1, 1, 96, case.head_dim), jnp.uint16)], tuning=TUNING
         )
 
 
 def test_a_tile_shorter_than_a_span_is_refused():
     with pytest.raises(ValueError, match="not whole spans of 32"):
-        matvec.scores(jnp.zeros((1, 1, 1, 64)), side_of(None, 64), [], capacity=256, tuning=Tuning(tile=16))
+        matvec.scores(jnp.zeros((1, 1, 1, 64)), reader_of(None, 64), [], capacity=256, tuning=Tuning(tile=16))
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
@@ -121,8 +121,10 @@ def test_both_products_lower_for_cuda(case, arithmetic):
     q = jax.ShapeDtypeStruct((BATCH, HEADS, case.group, case.head_dim), jnp.float32)
     p = jax.ShapeDtypeStruct((BATCH, HEADS, case.group, LONG), jnp.float16)
     k, v = (stored_structs(f, BATCH, HEADS, LONG, case.head_dim) for f in (case.k, case.v))
-    how = Launch(arithmetic)
-    text = lower_for_cuda(lambda *a: (scores(case, a[0], a[1], LONG, None, how), weighted_values(case, a[2], a[3], None, how)), q, k, p, v)
+    launch = Launch(arithmetic)
+    text = lower_for_cuda(
+        lambda *a: (scores(case, a[0], a[1], LONG, None, launch), weighted_values(case, a[2], a[3], None, launch)), q, k, p, v
+    )
     assert "matvec_scores" in text
     assert "matvec_values" in text
 

@@ -8,51 +8,51 @@ import jax
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import plane_layout
 from kvq_jax.codecs.kernel_readers import polar
 from pallas_kernels.decode_attention.tuning import H200_CORES, Tuning, device_cores, shared_bytes, tuning_for
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Side
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.tiles.layout import plane_layout
 from tests.pallas_kernels.decode_attention.test_decode import LONG, outputs, stored
-from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, row_errors, side_of
+from tests.pallas_kernels.kernel_cases import KernelCase, format_of, kernel_cases, reader_of, row_errors
 
 
-def polar_keys(head_dim: int) -> Side:
-    side = polar(plane_layout(8, head_dim // 2, 128), 4, 128, "float16", grouped_angles=True)
-    assert isinstance(side, Side)
-    return side
+def polar_keys(head_dim: int) -> Reader:
+    reader = polar(plane_layout(8, head_dim // 2, 128), 4, 128, "float16", grouped_angles=True)
+    assert isinstance(reader, Reader)
+    return reader
 
 
-def pair(bits: int, scheme: str, head_dim: int = 128) -> tuple[Side, Side]:
-    k, v = (side_of(format_of(bits, scheme, axis, head_dim), head_dim) for axis in ("channels", "tokens"))
+def pair(bits: int, scheme: str, head_dim: int = 128) -> tuple[Reader, Reader]:
+    k, v = (reader_of(format_of(bits, scheme, axis, head_dim), head_dim) for axis in ("channels", "tokens"))
     return k, v
 
 
-EXACT = side_of(None, 128)
+EXACT = reader_of(None, 128)
 # programs on a multiprocessor of an H200, and KB that each asks for: benchmarks/results, table of instructions
 COUNTED = [
-    (pair(1, "sym"), 128, 8, 20.5),
-    (pair(2, "asym"), 128, 8, 24.5),
-    (pair(3, "sym"), 128, 5, 38.5),
-    (pair(8, "asym"), 128, 8, 20.2),
-    ((EXACT, EXACT), 128, 2, 82.0),
-    ((polar_keys(128), EXACT), 128, 7, 30.0),
-    ((polar_keys(256), side_of(None, 256)), 256, 3, 62.5),
+    (pair(1, "sym"), 8, 20.5),
+    (pair(2, "asym"), 8, 24.5),
+    (pair(3, "sym"), 5, 38.5),
+    (pair(8, "asym"), 8, 20.2),
+    ((EXACT, EXACT), 2, 82.0),
+    ((polar_keys(128), EXACT), 7, 30.0),
+    ((polar_keys(256), reader_of(None, 256)), 3, 62.5),
 ]
 
 
-@pytest.mark.parametrize(("sides", "channels", "programs", "kilobytes"), COUNTED)
-def test_as_many_programs_run_as_their_tiles_leave_room_for(sides, channels, programs, kilobytes):
-    tuning = tuning_for(*sides, channels, 8, 16384, True)
+@pytest.mark.parametrize(("readers", "programs", "kilobytes"), COUNTED)
+def test_as_many_programs_run_as_their_tiles_leave_room_for(readers, programs, kilobytes):
+    tuning = tuning_for(*readers, 8, 16384, True)
     assert tuning.resident == programs
-    estimate = shared_bytes(*sides, channels, tuning.tile, tuning.stages)
+    estimate = shared_bytes(*readers, tuning.tile, tuning.stages)
     assert estimate == pytest.approx(kilobytes * 1024, rel=0.13)
 
 
 @pytest.mark.parametrize(("size", "tile"), [(32, 128), (64, 64), (128, 128)])
 def test_no_step_holds_two_groups_of_64_tokens(size, tile):
-    k, v = side_of(format_of(2, "asym", "tokens", 128, size), 128), side_of(format_of(2, "asym", "channels", 128), 128)
-    assert tuning_for(k, v, 128, 8, 16384, True).tile == tile
+    k, v = reader_of(format_of(2, "asym", "tokens", 128, size), 128), reader_of(format_of(2, "asym", "channels", 128), 128)
+    assert tuning_for(k, v, 8, 16384, True).tile == tile
 
 
 def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
@@ -99,8 +99,8 @@ def test_cores_are_those_of_the_device(monkeypatch):
 
 @kernel_cases("innerq1_sym_h128_g4")
 def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
-    arrays, how = stored(case, LONG), Launch(interpret=True)
-    found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), how) for cores in (132, 16, 1)]
+    arrays, launch = stored(case, LONG), Launch(interpret=True)
+    found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), launch) for cores in (132, 16, 1)]
     assert [Tuning(tile=64, cores=cores, resident=2).splits(14, LONG.capacity) for cores in (132, 16, 1)] == [6, 2, 1]
     for other in found[1:]:
         assert row_errors(other, found[0])[1:].max() < 2e-3

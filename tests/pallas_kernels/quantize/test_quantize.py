@@ -14,9 +14,9 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
-from pallas_kernels.quantize.rounding import Job, Levels
-from pallas_kernels.readers.grouped import Grouped
-from pallas_kernels.tiles.layout import Planes
+from pallas_kernels.quantize.rounding import Job, Quantizer
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.tiles.layout import PlaneLayout
 from tests.pallas_kernels.kernel_cases import format_of
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -66,10 +66,8 @@ def each(*cases: QuantizeCase) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases or CASES, ids=lambda case: case.id)
 
 
-def side_of(format: GroupFormat) -> Grouped:
-    p = format.layout
-    planes = Planes(p.bits, p.channels, p.chunks, p.plane, p.slots)
-    return Grouped(planes, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
+def reader_of(format: GroupFormat) -> GroupedReader:
+    return GroupedReader(format.layout, format.axis, format.group_size, None if format.stores_zero else format.centre, format.scale_dtype)
 
 
 def ordinary_rows(case: QuantizeCase, batch: int = 2, tokens: int = TOKENS) -> jax.Array:
@@ -113,9 +111,9 @@ def divisor_of(case: QuantizeCase, batch: int = 2) -> jax.Array | None:
     return jnp.asarray(np.random.default_rng(1).uniform(0.2, 3, (batch, HEADS, 1, case.format.channels)), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "how"))
-def fused(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, how: Launch) -> Packed:
-    return quantize_rows(rows, side_of(case.format), case.scheme, case.format.bits, divisor=divisor, how=how)
+@functools.partial(jax.jit, static_argnames=("case", "launch"))
+def fused(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch) -> Packed:
+    return quantize_rows(rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch)
 
 
 @functools.partial(jax.jit, static_argnames="case")
@@ -166,7 +164,7 @@ def disagreement(case: QuantizeCase, found: Packed, wanted: GroupedArray, codes:
         if one is None or other is None:
             continue
         assert one.shape == other.shape, name
-        allowed = 1 if one.dtype.itemsize == 2 else 4  # fp32 statistics are not rounded, which would hide how a quotient was made
+        allowed = 1 if one.dtype.itemsize == 2 else 4  # fp32 scales are not rounded, which would hide how a quotient was made
         if (far := ulps(one, other) > allowed).any():
             return f"{name} is {int(ulps(one, other).max())} ulp off, first at {np.argwhere(far)[0]}"
     off = np.abs(codes_of(found, wanted) - codes)
@@ -224,12 +222,12 @@ def test_ties_round_to_even_though_the_reciprocal_is_approximate(code_bits):
     near = rng.uniform(-0.45, 0.45, level.shape) * (rng.random(level.shape) < 0.5)
     x = np.where(near == 0, level * scale, (np.floor(level) + near) * scale).astype(np.float32)
     wanted = np.where(near == 0, np.round(level), np.floor(level)).clip(0, top)  # np.round is half to even
-    side = Grouped(Planes(code_bits, 128, 4, 32, 1), "channels", 32, None)
-    job = Job(side, "asym", code_bits, divided=False, spans=1, asm=False)
+    reader = GroupedReader(PlaneLayout(code_bits, 128, 4, 32, 1), "channels", 32, None)
+    job = Job(reader, "asym", code_bits, divided=False, spans=1, asm=False)
     missed = 0
     for ulp in (-2, -1, 0, 1, 2):
         inverse = (1 / scale.astype(np.float64) * (1 + ulp * 2.0**-24)).astype(np.float32)
-        found = jax.jit(job.levels)(x, Levels(scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)))
+        found = jax.jit(job.levels)(x, Quantizer(scale, np.zeros_like(scale), np.zeros_like(scale), inverse, job.near, float(top)))
         assert (np.asarray(found) - 1.5 * 2**23 == wanted).all(), f"{ulp=}"
         missed += (np.round((x * inverse).clip(0, top)) != wanted).sum()
     assert missed > 100, "the plain product would have done: the inputs are too easy"
@@ -246,7 +244,7 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
     assert f"quantize_{case.scheme}_{case.format.axis}" in text, "the kernel has lost its name"
 
 
-SIDE = side_of(format_of(2, "hybrid", "channels", 64))
+READER = reader_of(format_of(2, "hybrid", "channels", 64))
 
 
 @pytest.mark.parametrize(
@@ -261,13 +259,13 @@ SIDE = side_of(format_of(2, "hybrid", "channels", 64))
         ({"centre": 3}, (1, 1, 32, 64), "sym", 1, "bits=2"),
         ({"group": 8}, (1, 1, 32, 64), "hybrid", 2, "multiple of 16"),
         ({"axis": "tokens", "group": 64}, (1, 1, 96, 64), "hybrid", 2, "divide 96"),
-        ({"planes": Planes(9, 64, 4, 16, 4)}, (1, 1, 32, 64), "hybrid", 8, "9 bits"),
-        ({"planes": Planes(3, 80, 8, 16, 2)}, (1, 1, 32, 80), "hybrid", 2, "XLA path"),
+        ({"layout": PlaneLayout(9, 64, 4, 16, 4)}, (1, 1, 32, 64), "hybrid", 8, "9 bits"),
+        ({"layout": PlaneLayout(3, 80, 8, 16, 2)}, (1, 1, 32, 80), "hybrid", 2, "XLA path"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused_with_the_reason(change, rows, scheme, bits, named):
     with pytest.raises(ValueError, match=named):
-        quantize_rows(jnp.zeros(rows), dataclasses.replace(SIDE, **change), scheme, bits)
+        quantize_rows(jnp.zeros(rows), dataclasses.replace(READER, **change), scheme, bits)
 
 
 @pytest.mark.gpu

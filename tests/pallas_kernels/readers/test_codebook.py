@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.packing import plane_layout
 from kvq_jax.codecs.kernel_readers import nonuniform
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.sparse_outliers import outlier_scores
+from pallas_kernels.tiles.layout import plane_layout
 from tests.pallas_kernels.decode_attention.test_decode import output, reference
 from tests.pallas_kernels.kernel_cases import Lengths, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -64,20 +64,20 @@ CASES = (
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "lengths", "tuning", "how"))
-def attend(case: Case, q, k, v, limits, lengths, tuning, how):
+@functools.partial(jax.jit, static_argnames=("case", "lengths", "tuning", "launch"))
+def attend(case: Case, q, k, v, limits, lengths, tuning, launch):
     sides = sides_of(case, lengths)
-    keys, values = (sides[0].side, k), (sides[1].side, v)
-    return decode_attention(q, keys, values, limits, capacity=lengths.capacity, tuning=tuning, how=how)
+    keys, values = (sides[0].reader, k), (sides[1].reader, v)
+    return decode_attention(q, keys, values, limits, capacity=lengths.capacity, tuning=tuning, launch=launch)
 
 
-def outputs(case: Case, arrays, lengths: Lengths, tuning: Tuning | None, how: Launch) -> np.ndarray:
-    return output(attend(case, case.q, *arrays, jnp.asarray(lengths.limits), lengths, tuning, how))
+def outputs(case: Case, arrays, lengths: Lengths, tuning: Tuning | None, launch: Launch) -> np.ndarray:
+    return output(attend(case, case.q, *arrays, jnp.asarray(lengths.limits), lengths, tuning, launch))
 
 
-def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, launch: Launch) -> None:
     (k, v), limits = sides_of(case, lengths), lengths.limits
-    found = outputs(case, (k.arrays, v.arrays), lengths, tuning, how)
+    found = outputs(case, (k.arrays, v.arrays), lengths, tuning, launch)
     wanted = reference(case.q, k.rows(), v.rows(), limits)
     errors = row_errors(found, wanted).max(axis=(1, 2))
     assert (found[0] == 0).all(), "a row without tokens has no output"
@@ -100,19 +100,19 @@ def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, how: La
         assert row_errors(found, rows)[1:].max() > 5 * TOLERANCE, f"{name} would pass"
 
 
-def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, how: Launch) -> None:
+def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, launch: Launch) -> None:
     """What lies at a row's limit and behind it changes no bit, whatever it is; but by rounding where outliers of values are added up, which
     a GPU does in any order."""
-    tolerance = 1e-5 if case.v.slots and not how.interpret else 0.0
+    tolerance = 1e-5 if case.v.slots and not launch.interpret else 0.0
     sides, less = sides_of(case, lengths), tuple(max(n - 32, 0) for n in lengths.limits)
     arrays = [side.arrays for side in sides]
-    clean = outputs(case, arrays, lengths, tuning, how)
+    clean = outputs(case, arrays, lengths, tuning, launch)
     for bits in GARBAGE:
         dirty, further = ([spoiled(side, limits, bits) for side in sides] for limits in (lengths.limits, less))
         for before, after in zip(jax.tree.leaves(arrays), jax.tree.leaves(dirty), strict=True):
             assert before.ndim <= 2 or (before != after).any(), "an array of tokens was not spoiled"
-        assert row_errors(outputs(case, dirty, lengths, tuning, how), clean).max() <= tolerance, f"{bits:#x} leaks"
-        assert row_errors(outputs(case, further, lengths, tuning, how), clean).max() > 100 * tolerance, f"{bits:#x}: nothing was spoiled"
+        assert row_errors(outputs(case, dirty, lengths, tuning, launch), clean).max() <= tolerance, f"{bits:#x} leaks"
+        assert row_errors(outputs(case, further, lengths, tuning, launch), clean).max() > 100 * tolerance, f"{bits:#x}: nothing was spoiled"
 
 
 @each
@@ -125,13 +125,13 @@ def test_garbage_in_unused_capacity_does_not_leak(case):
     check_garbage(case, SHORT, TUNING, INTERPRETED)
 
 
-def check_products(case: Case, how: Launch) -> None:
+def check_products(case: Case, launch: Launch) -> None:
     """q K^T and p V by themselves, over all tokens."""
     capacity, tuning = 128, Tuning(tile=64, cores=2 * HEADS, resident=1)
     sides = [stored(f, case.head_dim, 1, HEADS, capacity, i) for i, f in enumerate((case.k, case.v))]
     q, p = case.q[:1], jnp.asarray(np.random.default_rng(3).random((1, HEADS, case.group, capacity)), jnp.float32)
-    found = jax.jit(lambda q, a: matvec.scores(q, sides[0].side, a, capacity=capacity, tuning=tuning, how=how))(q, sides[0].arrays)
-    summed = jax.jit(lambda p, a: matvec.weighted_values(p, sides[1].side, a, tuning=tuning, how=how))(p, sides[1].arrays)
+    found = jax.jit(lambda q, a: matvec.scores(q, sides[0].reader, a, capacity=capacity, tuning=tuning, launch=launch))(q, sides[0].arrays)
+    summed = jax.jit(lambda p, a: matvec.weighted_values(p, sides[1].reader, a, tuning=tuning, launch=launch))(p, sides[1].arrays)
     for outliers in (True, False):
         of_scores = row_errors(found, np.einsum("bkgh,bksh->bkgs", q, sides[0].rows(outliers=outliers))).max()
         of_values = row_errors(summed, np.einsum("bkgs,bksh->bkgh", p, sides[1].rows(outliers=outliers))).max()

@@ -11,16 +11,16 @@ from kvq_jax.arrays.grouped_array import GroupFormat
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import TUNING, Tuning, tuning_for
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.grouped import Grouped
+from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.tile import Tile
 from tests.pallas_kernels.decode_attention.test_decode import GARBAGE, attend, check_garbage, check_lengths, rows, tuned
 from tests.pallas_kernels.kernel_cases import (
     KernelCase,
     Lengths,
     format_of,
+    reader_of,
     row_errors,
     rows_with_neighbours_scales,
-    side_of,
     stored_rows,
     stored_structs,
 )
@@ -43,25 +43,25 @@ def test_attention_of_every_length_equals_the_reference(tile):
         check_garbage(CASE, lengths, tuned(2, tile), INTERPRETED, garbage)
 
 
-def products(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch):
+def products(case: KernelCase, capacity: int, tuning: Tuning | None, launch: Launch):
     """(q, p, rows) -> q K^T and p V over the same rows, stored as keys are. A tuning of None is the usual one of each product."""
-    side = side_of(case.k, case.head_dim)
+    reader = reader_of(case.k, case.head_dim)
 
     def both(q, p, stored):
-        scores = matvec.scores(q, side, stored, capacity=capacity, tuning=tuning, how=how)
-        return scores, matvec.weighted_values(p, side, stored, tuning=tuning or TUNING, how=how)
+        scores = matvec.scores(q, reader, stored, capacity=capacity, tuning=tuning, launch=launch)
+        return scores, matvec.weighted_values(p, reader, stored, tuning=tuning or TUNING, launch=launch)
 
     return jax.jit(both)
 
 
-def check_products(case: KernelCase, capacity: int, tuning: Tuning | None, how: Launch) -> None:
+def check_products(case: KernelCase, capacity: int, tuning: Tuning | None, launch: Launch) -> None:
     exact = rows(case.head_dim, 0, Lengths(capacity, (capacity,)))
     stored, meant = stored_rows(case.k, exact)
     moved = rows_with_neighbours_scales(case.k, exact)
     assert moved is not None
     q = jnp.asarray(np.random.default_rng(5).standard_normal((1, 2, case.group, case.head_dim)), jnp.float32)
     p = jnp.asarray(np.random.default_rng(6).random((1, 2, case.group, capacity)), jnp.float32)
-    scores, values = products(case, capacity, tuning, how)(q, p, stored)
+    scores, values = products(case, capacity, tuning, launch)(q, p, stored)
     for found, equation, x in ((scores, "bkgh,bksh->bkgs", q), (values, "bkgs,bksh->bkgh", p)):
         assert row_errors(found, np.einsum(equation, x, meant)).max() < TOLERANCE
         assert row_errors(found, np.einsum(equation, x, moved)).max() > 10 * TOLERANCE, "a neighbour's scales would pass"
@@ -73,16 +73,16 @@ def test_products_alone_equal_the_reference(tile):
 
 
 def test_the_usual_step_is_half_of_a_served_group():
-    k, v = (side_of(f, SERVED.head_dim) for f in (SERVED.k, SERVED.v))
-    assert isinstance(k, Grouped)
-    assert (k.group, tuning_for(k, v, SERVED.head_dim, 8, LONG.capacity, False).tile) == (128, 64)
+    k, v = (reader_of(f, SERVED.head_dim) for f in (SERVED.k, SERVED.v))
+    assert isinstance(k, GroupedReader)
+    assert (k.group, tuning_for(k, v, 8, LONG.capacity, False).tile) == (128, 64)
 
 
-def check_served(how: Launch) -> None:
-    check_lengths(SERVED, LONG, None, how)
+def check_served(launch: Launch) -> None:
+    check_lengths(SERVED, LONG, None, launch)
     for garbage in GARBAGE:
-        check_garbage(SERVED, LONG, None, how, garbage)
-    check_products(SERVED, LONG.capacity, None, how)
+        check_garbage(SERVED, LONG, None, launch, garbage)
+    check_products(SERVED, LONG.capacity, None, launch)
 
 
 def test_usual_steps_equal_the_reference():
@@ -91,12 +91,12 @@ def test_usual_steps_equal_the_reference():
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 def test_usual_steps_lower_for_cuda(arithmetic):
-    how, struct = Launch(arithmetic), jax.ShapeDtypeStruct
+    launch, struct = Launch(arithmetic), jax.ShapeDtypeStruct
     q, p = (struct((2, 2, SERVED.group, last), jnp.float32) for last in (SERVED.head_dim, LONG.capacity))
     k, v = (stored_structs(f, 2, 2, LONG.capacity, SERVED.head_dim) for f in (SERVED.k, SERVED.v))
 
     def both(q, p, k, v, limits):
-        return attend(SERVED, q, k, v, limits, LONG.capacity, None, how), products(SERVED, LONG.capacity, None, how)(q, p, k)
+        return attend(SERVED, q, k, v, limits, LONG.capacity, None, launch), products(SERVED, LONG.capacity, None, launch)(q, p, k)
 
     text = lower_for_cuda(both, q, p, k, v, struct((2,), jnp.int32))
     for name in ("decode_attention", "matvec_scores", "matvec_values"):

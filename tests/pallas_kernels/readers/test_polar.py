@@ -16,14 +16,14 @@ from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.arrays.packing import pack, unpack
 from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.codecs.kernel_readers import polar as polar_side
+from kvq_jax.codecs.kernel_readers import polar as polar_reader
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.polar import Polar, polynomial_cos_sin
+from pallas_kernels.readers.polar import PolarReader, polynomial_cos_sin
 from tests.pallas_kernels.decode_attention.test_decode import GARBAGE, output, reference
-from tests.pallas_kernels.kernel_cases import Lengths, format_of, row_errors, side_of, spoiled, stored_rows
+from tests.pallas_kernels.kernel_cases import Lengths, format_of, reader_of, row_errors, spoiled, stored_rows
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS, CAPACITY, ROWS = 2, 384, 7
@@ -45,14 +45,14 @@ class Case:
         return self.k.channels
 
     @property
-    def side(self) -> Polar:
-        found = polar_side(self.k.layout, self.k.angle_bits, self.k.group_size, self.k.scale_dtype, grouped_angles=True)
-        assert isinstance(found, Polar), found
+    def reader(self) -> PolarReader:
+        found = polar_reader(self.k.layout, self.k.angle_bits, self.k.group_size, self.k.scale_dtype, grouped_angles=True)
+        assert isinstance(found, PolarReader), found
         return found
 
     @property
     def usual(self) -> Tuning:
-        return tuning_for(self.side, side_of(self.v, self.head_dim), self.head_dim, 8, CAPACITY, False)
+        return tuning_for(self.reader, reader_of(self.v, self.head_dim), 8, CAPACITY, False)
 
 
 def case(angle: int, radius: int, size: int, head_dim: int, group: int, v: GroupFormat | None, dtype: str = "float16") -> Case:
@@ -102,29 +102,31 @@ def spoiled_keys(format: PolarFormat, arrays: list[jax.Array], limits: tuple[int
     """The stored arrays with all that no token below a row's limit reads overwritten: codes by ones, floats by `garbage`."""
     sets = len(format.layout.sets)
     codes = np.array(unpack(tuple(arrays[:sets]), format.layout))
-    statistics = [np.array(array) for array in arrays[sets:]]
+    scales = [np.array(array) for array in arrays[sets:]]
     value = np.asarray(jnp.asarray(garbage, format.scale_dtype))
     for b, limit in enumerate(limits):
         codes[b, :, limit:] = (1 << format.layout.bits) - 1
-        for array in statistics:  # a group is in use as long as one of its tokens is
+        for array in scales:  # a group is in use as long as one of its tokens is
             array[b, :, -(-limit // format.group_size) :] = value.view(np.uint16) if array.dtype == np.uint16 else value
-    return [*pack(jnp.asarray(codes), format.layout), *map(jnp.asarray, statistics)]
+    return [*pack(jnp.asarray(codes), format.layout), *map(jnp.asarray, scales)]
 
 
 def queries(case: Case) -> jax.Array:
     return jnp.asarray(np.random.default_rng(9).standard_normal((ROWS, HEADS, case.group, case.head_dim)), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "tuning", "how"))
-def attend(case: Case, q, k, v, limits, tuning: Tuning | None, how: Launch):
-    return decode_attention(q, (case.side, k), (side_of(case.v, case.head_dim), v), limits, capacity=CAPACITY, tuning=tuning, how=how)
+@functools.partial(jax.jit, static_argnames=("case", "tuning", "launch"))
+def attend(case: Case, q, k, v, limits, tuning: Tuning | None, launch: Launch):
+    return decode_attention(
+        q, (case.reader, k), (reader_of(case.v, case.head_dim), v), limits, capacity=CAPACITY, tuning=tuning, launch=launch
+    )
 
 
-def check_lengths(case: Case, tuning: Tuning | None, how: Launch) -> None:
+def check_lengths(case: Case, tuning: Tuning | None, launch: Launch) -> None:
     q, limits = queries(case), lengths((tuning or case.usual).tile).limits
     keys, values = rows(case.head_dim, 0), rows(case.head_dim, 1)
     (k, k_rows), (v, v_rows) = stored_keys(case.k, keys), stored_rows(case.v, values)
-    found = output(attend(case, q, k, v, jnp.asarray(limits), tuning, how))
+    found = output(attend(case, q, k, v, jnp.asarray(limits), tuning, launch))
     errors = row_errors(found, reference(q, k_rows, v_rows, limits)).max(axis=(1, 2))
     assert (found[0] == 0).all(), "a row without tokens has no output"
     assert errors[1:].max() < TOLERANCE, f"errors by row {dict(zip(limits, errors, strict=True))}"
@@ -141,7 +143,7 @@ def check_lengths(case: Case, tuning: Tuning | None, how: Launch) -> None:
         assert row_errors(found, wrong)[1:].max() > 10 * TOLERANCE, f"{name} would pass"
 
 
-def check_garbage(case: Case, tuning: Tuning | None, how: Launch, garbage: float) -> None:
+def check_garbage(case: Case, tuning: Tuning | None, launch: Launch, garbage: float) -> None:
     """What lies at a row's limit and behind it changes no bit, whatever it is."""
     q, limits = queries(case), lengths((tuning or case.usual).tile).limits
     clean = [stored_keys(case.k, rows(case.head_dim, 0))[0], stored_rows(case.v, rows(case.head_dim, 1))[0]]
@@ -150,7 +152,7 @@ def check_garbage(case: Case, tuning: Tuning | None, how: Launch, garbage: float
         assert (np.asarray(before) != np.asarray(after)).any(), "an array was not spoiled"
     for more, same in ((0, True), (1, False)):
         ends = jnp.minimum(jnp.asarray(limits) + more, CAPACITY)
-        found, wanted = (output(attend(case, q, *arrays, ends, tuning, how))[:-1] for arrays in (dirty, clean))
+        found, wanted = (output(attend(case, q, *arrays, ends, tuning, launch))[:-1] for arrays in (dirty, clean))
         differ = (found != wanted).any(axis=(1, 2, 3))
         assert (not differ.any()) if same else differ.all(), f"{more} tokens more than the limits: {differ=}"
 
@@ -181,7 +183,7 @@ def test_splits_change_nothing_but_rounding():
 
 def test_scores_by_themselves_equal_the_reference():
     q, (k, k_rows) = queries(DEFAULT), stored_keys(DEFAULT.k, rows(128, 0))
-    found = jax.jit(lambda q, k: matvec.scores(q, DEFAULT.side, k, capacity=CAPACITY, tuning=tuned(64, 2), how=INTERPRETED))(q, k)
+    found = jax.jit(lambda q, k: matvec.scores(q, DEFAULT.reader, k, capacity=CAPACITY, tuning=tuned(64, 2), launch=INTERPRETED))(q, k)
     assert row_errors(found, np.einsum("bkgh,bksh->bkgs", q, k_rows)).max() < 2e-3
     for moved in (np.roll(k_rows, 1, axis=2), stored_keys(DEFAULT.k, rows(128, 0), moved=1)[1]):
         assert row_errors(found, np.einsum("bkgh,bksh->bkgs", q, moved)).min() > 2e-2, "moved keys, or steps, would pass"
@@ -190,9 +192,9 @@ def test_scores_by_themselves_equal_the_reference():
 def test_values_in_polar_form_and_other_numbers_of_arrays_are_refused():
     k, _ = stored_keys(DEFAULT.k, rows(128, 0))
     with pytest.raises(NotImplementedError, match="polar codes hold keys"):
-        matvec.weighted_values(jnp.ones((ROWS, HEADS, 1, CAPACITY)), DEFAULT.side, k, tuning=tuned(32, 1), how=INTERPRETED)
+        matvec.weighted_values(jnp.ones((ROWS, HEADS, 1, CAPACITY)), DEFAULT.reader, k, tuning=tuned(32, 1), launch=INTERPRETED)
     with pytest.raises(ValueError, match=r"are 5 arrays"):
-        matvec.scores(queries(DEFAULT), DEFAULT.side, k[:3], capacity=CAPACITY, tuning=tuned(32, 1), how=INTERPRETED)
+        matvec.scores(queries(DEFAULT), DEFAULT.reader, k[:3], capacity=CAPACITY, tuning=tuned(32, 1), launch=INTERPRETED)
 
 
 @pytest.mark.parametrize("bias", [0, 1024])

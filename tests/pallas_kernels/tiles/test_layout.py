@@ -8,21 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import pack, plane_layout, unpack
+from kvq_jax.arrays.packing import pack, unpack
 from pallas_kernels.readers.rotary import rotated
-from pallas_kernels.tiles.arithmetic import Halves, half_multiply_add, joined, subtract_scale, subtract_scale_add
-from pallas_kernels.tiles.layout import SUPPORTED_BITS, Field, Planes
+from pallas_kernels.tiles.arithmetic import half_multiply_add, subtract_scale, subtract_scale_add
+from pallas_kernels.tiles.halves import Halves, joined
+from pallas_kernels.tiles.layout import SUPPORTED_BITS, Field, PlaneLayout, plane_layout
 from pallas_kernels.tiles.words import SingleWords, paired
 
 START = jnp.asarray(64)  # of a tile
 
 
-def planes(bits: int, channels: int) -> Planes:
-    layout = plane_layout(bits, channels, 32)
-    return Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
-
-
-def fields(p: Planes) -> list[Field]:
+def fields(p: PlaneLayout) -> list[Field]:
     return [p.field(slot, chunk) for slot in range(p.slots) for chunk in range(p.chunks)]
 
 
@@ -41,7 +37,7 @@ def swapped(pairs: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
     """In assembly and in array operations. What a shift brings over from one half of a register into the other is masked off."""
-    p = planes(bits, 64)
+    p = plane_layout(bits, 64, 32)
     words = [tile(i) for i in range(len(p.sets))]
     tiles = [[jnp.asarray(w.view(np.int16))] * p.tiles(b) for w, b in zip(words, p.sets, strict=True)]
     readers = {"asm": SingleWords(tiles), "rows in pairs": paired(tiles, 0, START), "channels in pairs": paired(tiles, 1, START)}
@@ -64,10 +60,10 @@ def test_every_field_of_every_pair_of_words_becomes_bias_plus_code(bits):
 @pytest.mark.parametrize("channels", [64, 128, 256])
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_fields_find_the_codes_that_packing_stored(bits, channels):
-    layout, p = plane_layout(bits, channels, 32), planes(bits, channels)
+    p = plane_layout(bits, channels, 32)
     stored = np.random.default_rng(bits).integers(0, 1 << bits, (64, channels))
-    words = pack(jnp.asarray(stored, jnp.uint8), layout)
-    assert (np.asarray(unpack(words, layout)) == stored).all()
+    words = pack(jnp.asarray(stored, jnp.uint8), p)
+    assert (np.asarray(unpack(words, p)) == stored).all()
     tiles = [[w[:, p.width * j : p.width * (j + 1)] for j in range(p.tiles(b))] for w, b in zip(words, p.sets, strict=True)]
     run = 32 // p.slots
     for slot in range(p.slots):
@@ -82,7 +78,7 @@ def test_fields_find_the_codes_that_packing_stored(bits, channels):
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_fields_share_few_shifts(bits):
     """Each different shift costs an instruction for every pair of words."""
-    found = {field.shift for field in fields(planes(bits, 128))} - {0}
+    found = {field.shift for field in fields(plane_layout(bits, 128, 32))} - {0}
     assert len(found) <= 2, f"{bits=}: shifts {found}"
 
 

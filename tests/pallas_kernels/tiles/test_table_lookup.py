@@ -1,4 +1,4 @@
-"""Sides that look codes up in tables, interpreted, against plain sums over the rows that the same codes stand for; their lowering; and
+"""Readers that look codes up in tables, interpreted, against plain sums over the rows that the same codes stand for; their lowering; and
 their assembly, executed one instruction after the other in NumPy."""
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import pack, plane_layout, unpack
+from kvq_jax.arrays.packing import pack, unpack
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
-from pallas_kernels.readers.base import Side
-from pallas_kernels.readers.codebook import Codebook
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.tiles import table_lookup
-from pallas_kernels.tiles.arithmetic import joined
-from pallas_kernels.tiles.layout import Planes
+from pallas_kernels.tiles.halves import joined
+from pallas_kernels.tiles.layout import plane_layout
 from pallas_kernels.tiles.words import Bit, SingleWords, paired
 from tests.pallas_kernels.kernel_cases import row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -31,28 +31,23 @@ INTERPRETED = Launch(interpret=True)
 TOLERANCE = 2e-3
 
 
-def planes(bits: int, channels: int) -> Planes:
-    layout = plane_layout(bits, channels, 32)
-    return Planes(layout.bits, layout.channels, layout.chunks, layout.plane, layout.slots)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A side, and how its stored arrays are made. shared: all heads have the statistics of a token together."""
+    """A reader, and how its stored arrays are made. shared: all heads have the scales of a token together."""
 
     id: str
-    side: Codebook
+    reader: CodebookReader
     shared: bool = False
 
     @property
     def head_dim(self) -> int:
-        count, width = self.side.chunks
+        count, width = self.reader.chunks
         return count * width
 
 
 def codebook(bits: int, head_dim: int, affine: Any, group: int | None = None, shared: bool = False, dtype: str = "float16") -> Case:
     name = f"codebook{bits}_h{head_dim}_{affine}_{group}{'_shared' if shared else ''}"
-    return Case(name, Codebook(planes(bits, head_dim), affine, group or head_dim, dtype), shared)
+    return Case(name, CodebookReader(plane_layout(bits, head_dim, 32), affine, group or head_dim, dtype), shared)
 
 
 CASES = (
@@ -68,44 +63,44 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
 def arrays(case: Case, seed: int = 0) -> list[np.ndarray]:
-    """What a cache would store: words, then the side's other arrays; 16-bit floats of statistics as their bits."""
-    rng, side = np.random.default_rng(seed), case.side
-    codes = rng.integers(0, 1 << side.planes.bits, (BATCH, HEADS, CAPACITY, side.planes.channels))
-    words = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(side.planes.bits, side.planes.channels, 32))]
-    found = [rng.standard_normal(1 << side.planes.bits).astype(np.float32)]
+    """Make what a cache would store: words, then the reader's other arrays; 16-bit scales and zero points as their bits."""
+    rng, reader = np.random.default_rng(seed), case.reader
+    codes = rng.integers(0, 1 << reader.layout.bits, (BATCH, HEADS, CAPACITY, reader.layout.channels))
+    words = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), reader.layout)]
+    found = [rng.standard_normal(1 << reader.layout.bits).astype(np.float32)]
     ranges = [(0.5, 1.5), (-1.0, 1.0)]
-    if side.affine == "channels":
+    if reader.affine == "channels":
         return [*words, *found, *(rng.uniform(*r, (HEADS, case.head_dim)).astype(np.float32) for r in ranges)]
-    statistics_shape = (BATCH, 1 if case.shared else HEADS, case.head_dim // side.group, CAPACITY)
-    statistics = [jnp.asarray(rng.uniform(*r, statistics_shape), side.scale_dtype) for r in ranges]
-    if side.scale_dtype == "float32":
-        return [*words, *found, *map(np.asarray, statistics)]
-    return [*words, *found, *(np.asarray(jax.lax.bitcast_convert_type(s, jnp.uint16)) for s in statistics)]
+    scales_shape = (BATCH, 1 if case.shared else HEADS, case.head_dim // reader.group, CAPACITY)
+    scales = [jnp.asarray(rng.uniform(*r, scales_shape), reader.scale_dtype) for r in ranges]
+    if reader.scale_dtype == "float32":
+        return [*words, *found, *map(np.asarray, scales)]
+    return [*words, *found, *(np.asarray(jax.lax.bitcast_convert_type(s, jnp.uint16)) for s in scales)]
 
 
 def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
     """The vectors [B, K, S, H] that stored arrays stand for, in float64."""
-    side = case.side
-    sets = len(side.planes.sets)
-    layout = plane_layout(side.planes.bits, side.planes.channels, 32)
+    reader = case.reader
+    sets = len(reader.layout.sets)
+    layout = reader.layout
     codes = np.asarray(unpack(tuple(map(jnp.asarray, stored[:sets])), layout)).astype(np.int64)
-    floats = [a if a.dtype != np.uint16 else np.asarray(jnp.asarray(a).view(side.scale_dtype), np.float64) for a in stored[sets:]]
-    table, *statistics = floats
-    if side.affine == "channels":
-        scale, zero = (s[:, None] for s in statistics)
+    floats = [a if a.dtype != np.uint16 else np.asarray(jnp.asarray(a).view(reader.scale_dtype), np.float64) for a in stored[sets:]]
+    table, *scales = floats
+    if reader.affine == "channels":
+        scale, zero = (s[:, None] for s in scales)
     else:
-        scale, zero = (np.repeat(np.swapaxes(s, 2, 3), side.group, axis=3) for s in statistics)
+        scale, zero = (np.repeat(np.swapaxes(s, 2, 3), reader.group, axis=3) for s in scales)
     return np.asarray(table, np.float64)[codes] * scale + zero
 
 
-@functools.partial(jax.jit, static_argnames=("side", "how"))
-def scores(side: Side, q: jax.Array, stored: list[jax.Array], how: Launch) -> jax.Array:
-    return matvec.scores(q, side, stored, capacity=CAPACITY, tuning=TUNING, how=how)
+@functools.partial(jax.jit, static_argnames=("reader", "launch"))
+def scores(reader: Reader, q: jax.Array, stored: list[jax.Array], launch: Launch) -> jax.Array:
+    return matvec.scores(q, reader, stored, capacity=CAPACITY, tuning=TUNING, launch=launch)
 
 
-@functools.partial(jax.jit, static_argnames=("side", "how"))
-def weighted_values(side: Side, p: jax.Array, stored: list[jax.Array], how: Launch) -> jax.Array:
-    return matvec.weighted_values(p, side, stored, tuning=TUNING, how=how)
+@functools.partial(jax.jit, static_argnames=("reader", "launch"))
+def weighted_values(reader: Reader, p: jax.Array, stored: list[jax.Array], launch: Launch) -> jax.Array:
+    return matvec.weighted_values(p, reader, stored, tuning=TUNING, launch=launch)
 
 
 def query(case: Case) -> jax.Array:
@@ -117,15 +112,15 @@ def weights() -> jax.Array:
 
 
 def shifted(case: Case, stored: list[np.ndarray]) -> list[np.ndarray]:
-    """The first statistic shifted by one channel or token."""
-    found, at = list(stored), len(case.side.planes.sets) + 1
+    """Return the stored arrays with the scales shifted by one channel or token."""
+    found, at = list(stored), len(case.reader.layout.sets) + 1
     found[at] = np.roll(stored[at], 1, axis=-1)
     return found
 
 
-def check_scores(case: Case, how: Launch) -> None:
+def check_scores(case: Case, launch: Launch) -> None:
     q, stored = query(case), arrays(case)
-    found = scores(case.side, q, stored, how)
+    found = scores(case.reader, q, stored, launch)
 
     def error(rows_: np.ndarray) -> float:
         return row_errors(found, np.einsum("bkgh,bksh->bkgs", q, rows_)).max()
@@ -135,9 +130,9 @@ def check_scores(case: Case, how: Launch) -> None:
     assert error(rows(case, shifted(case, stored))) > 10 * TOLERANCE, "a shifted scale would pass"
 
 
-def check_values(case: Case, how: Launch) -> None:
+def check_values(case: Case, launch: Launch) -> None:
     p, stored = weights(), arrays(case)
-    found = weighted_values(case.side, p, stored, how)
+    found = weighted_values(case.reader, p, stored, launch)
 
     def error(rows_: np.ndarray) -> float:
         return row_errors(found, np.einsum("bkgs,bksh->bkgh", p, rows_)).max()
@@ -159,18 +154,18 @@ def test_weighted_values_equal_the_reference_on_the_same_codes(case):
 
 def test_tables_of_other_sizes_are_refused():
     case = codebook(2, 64, "tokens")
-    words, _, *statistics = arrays(case)
+    words, _, *scales = arrays(case)
     with pytest.raises(ValueError, match=r"the table has 4 entries"):
-        scores(case.side, query(case), [words, np.zeros(8, np.float32), *statistics], INTERPRETED)
+        scores(case.reader, query(case), [words, np.zeros(8, np.float32), *scales], INTERPRETED)
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @each
 def test_every_table_lowers_for_cuda(case, arithmetic):
     stored = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays(case)]
-    text = lower_for_cuda(lambda *a: scores(case.side, a[0], list(a[1:]), Launch(arithmetic)), query(case), *stored)
+    text = lower_for_cuda(lambda *a: scores(case.reader, a[0], list(a[1:]), Launch(arithmetic)), query(case), *stored)
     assert "matvec_scores" in text
-    text = lower_for_cuda(lambda *a: weighted_values(case.side, a[0], list(a[1:]), Launch(arithmetic)), weights(), *stored)
+    text = lower_for_cuda(lambda *a: weighted_values(case.reader, a[0], list(a[1:]), Launch(arithmetic)), weights(), *stored)
     assert "matvec_values" in text
 
 
@@ -213,14 +208,14 @@ def test_codes_become_entries_and_numbers(positions):
 @pytest.mark.parametrize(("bits", "channels"), [(2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 256)])
 def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
     """Random words, bit for bit: every slot and chunk."""
-    layout, rng = planes(bits, channels), np.random.default_rng(bits)
+    layout, rng = plane_layout(bits, channels, 32), np.random.default_rng(bits)
     tokens = 32
     codes = rng.integers(0, 1 << bits, (tokens, channels))
     stored = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(bits, channels, 32))]
     tiles = [[jnp.asarray(w[:, layout.width * j : layout.width * (j + 1)]) for j in range(w.shape[1] // layout.width)] for w in stored]
     entries = rng.standard_normal(1 << bits).astype(np.float16)
     words = [word.reshape(1, 1) for word in table_lookup.byte_planes(jnp.asarray(entries))]
-    looked = table_lookup.Looked.up(SingleWords(tiles), layout, table_lookup.Table([], words))
+    looked = table_lookup.LookedUp.of(SingleWords(tiles), layout, table_lookup.Table([], words))
     run = tokens // layout.slots
     for slot in range(layout.slots):
         for chunk in range(layout.chunks):

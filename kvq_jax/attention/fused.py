@@ -1,0 +1,59 @@
+"""Calls of the fused kernels with what caches hold. `dispatch` imports this module when a kernel is launched, for it needs Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from kvq_jax.array_types import RowsBKTH, Tree
+from kvq_jax.arrays.grouped_array import GroupedArray
+from kvq_jax.attention import online_softmax, streaming
+from kvq_jax.codecs.base import Codec, KernelJob
+from kvq_jax.rope import Rope
+from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.partial_attention import PartialAttention
+from pallas_kernels.launch import Launch
+from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.grouped import GroupedReader
+from pallas_kernels.readers.rotary import RotatedReader
+
+
+def read_body(
+    launch: Launch, view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention
+) -> PartialAttention:
+    """Return `part` with the body added, as `streaming.read_chunks` does, by the decode-attention kernel. T = 1."""
+    plan = view.plan
+    keys, values = (
+        reader_and_arrays(codec, params, body, view.rope, plan.regions.sink)
+        for codec, params, body in zip(plan.codecs, view.params, view.body, strict=True)
+    )
+    query = plan.k.query(view.params[0], view.stats[0], rows)
+    of_body = decode_attention(query, keys, values, queries.limits[:, 0], capacity=plan.regions.body_capacity, launch=launch)
+    return online_softmax.merge(part, of_body)
+
+
+def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:
+    """Return the reader of a codec's body, whose first token stands at position `sink`, and the arrays that it reads.
+
+    ValueError with the reason where kernels cannot read it, or where keys cached before RoPE come without `rope`.
+    """
+    reader, arrays = codec.kernel_reader(), codec.kernel_arrays(params, body)
+    if isinstance(reader, str):
+        raise ValueError(reader)
+    if not isinstance(reader, RotatedReader):
+        return reader, arrays
+    if rope is None:
+        raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
+    return dataclasses.replace(reader, sink=sink), [*arrays, rope.inverse_frequencies, rope.attention_factor]
+
+
+def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:
+    """Quantize whole blocks of rows into the uniform groups that `job` describes."""
+    format, scheme, divisor = job
+    reader = codec.kernel_reader()
+    reader = reader.inner if isinstance(reader, RotatedReader) else reader
+    assert isinstance(reader, GroupedReader), "codecs with a kernel to quantize have uniform groups"
+    packed = quantize_rows(rows, reader, scheme, format.bits, divisor=divisor, launch=launch)
+    return GroupedArray(packed.words, packed.scale, packed.zero, format)

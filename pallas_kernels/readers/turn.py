@@ -1,0 +1,25 @@
+"""The rotation of keys that were cached before RoPE, as tables for spans of tokens and for the distances within one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.tiles.layout import SPAN
+
+
+class Turn(NamedTuple):
+    """Cosines and sines, fp32: [spans, H/2] of the position of every span's first token, [SPAN, H/2] of the distance from it."""
+
+    start_cos: Float[Array, "spans half"]
+    start_sin: Float[Array, "spans half"]
+    cos: Float[Array, "32 half"]
+    sin: Float[Array, "32 half"]
+
+
+def turn(frequencies: Float[Array, " half"], sink: int, tokens: int) -> Turn:
+    """Return the rotation of `tokens` body tokens, the first of them at position `sink`."""
+    angles = [p.astype(jnp.float32)[:, None] * frequencies[None] for p in (sink + SPAN * jnp.arange(tokens // SPAN), jnp.arange(SPAN))]
+    return Turn(*(f(a) for a in angles for f in (jnp.cos, jnp.sin)))

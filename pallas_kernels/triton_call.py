@@ -1,0 +1,70 @@
+"""The one place where kernels are called.
+
+Kernels here are written in Pallas and compiled by Triton: the route that can load, unpack and multiply sub-byte codes on Ampere, Ada and
+Hopper. Triton's parameters are always given, for they are also what selects the route: the default changed between JAX 0.10 and 0.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.launch import Launch
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    launch: Launch,
+    num_warps: int,
+    num_stages: int,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """Call `pl.pallas_call` with Triton's parameters and a name under which profiles and dumps show the kernel.
+
+    aliases: inputs whose memory outputs take over, contents included.
+    """
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
+        input_output_aliases=dict(aliases or {}),
+        interpret=launch.interpret,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )
+
+
+def whole_array_but(
+    axes: int, array: jax.Array | jax.ShapeDtypeStruct, grid_axes: Sequence[int], programs: Sequence[int] | None = None
+) -> pl.BlockSpec:
+    """Return the block that fixes the first `axes` axes of an array at program ids (grid_axes[i] for axis i) and holds the rest whole.
+
+    Where an axis is shorter than the grid's (`programs` long), neighbouring programs share an entry; without `programs` it may be 1 long.
+
+    Nothing is copied: a Triton block is a pointer, and a kernel loads what it indexes.
+    """
+    rest = array.ndim - axes
+
+    def entry(ids: Sequence[Any], i: int) -> Any:
+        size = array.shape[i]
+        if size == 1:
+            return 0
+        shared = 1 if programs is None else programs[i] // size
+        return ids[grid_axes[i]] if shared == 1 else ids[grid_axes[i]] // shared
+
+    def index(*ids: Any) -> tuple[Any, ...]:
+        return (*(entry(ids, i) for i in range(axes)), *[0] * rest)
+
+    return pl.BlockSpec((*[None] * axes, *array.shape[axes:]), index)

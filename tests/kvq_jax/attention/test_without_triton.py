@@ -1,0 +1,62 @@
+"""A JAX without Pallas's Triton route runs everything on XLA, and says why it runs no kernel."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+PROGRAM = """
+    import sys
+
+    sys.modules["jax.experimental.pallas.triton"] = None  # its import fails
+
+    import numpy as np
+
+    import kvq_jax as kvq
+    from kvq_jax.attention import dispatch
+    from kvq_jax.cache.cache import CacheDims
+    from kvq_jax.cache.update import decode_layer, prefill_layer
+    from pallas_kernels.launch import Launch
+    from tests.kvq_jax.layer_runs import sequences
+
+    dims = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
+    cache = kvq.init_cache("k=kivi:bits=4+v=innerq:bits=4", dims, 1, 256, "bfloat16")
+    tokens, plan, none = sequences(1, dims, 256, dtype="bfloat16"), cache.plans[0], np.zeros(1, np.int32)
+    _, state, _ = prefill_layer(plan, (), cache.layers[0], tokens.window(none, none + 200, 200), ())
+    new = tokens.window(none + 200, none + 201, 1)
+    for implementation in (None, "xla"):
+        out, _, _ = decode_layer(plan, (), state, new, (), implementation=implementation)
+        assert np.isfinite(np.asarray(out, np.float32)).all()
+    for implementation in ("pallas", Launch(interpret=True)):
+        try:
+            decode_layer(plan, (), state, new, (), implementation=implementation)
+        except ValueError as error:
+            print(error)
+    print(dispatch.unsupported(plan, 4, 1))
+    kernels = [name for name in sys.modules if name.startswith("pallas_kernels.") and name.endswith("kernel")]
+    assert not kernels, f"imported where nobody asked for them: {kernels}"
+"""
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "models")])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_xla_decodes_and_kernels_are_refused_in_one_line_with_the_reason(lines: list[str]):
+    by_name, by_launch, reason = lines
+    assert reason.startswith("kernels need jax.experimental.pallas.triton, which cannot be imported from JAX ")
+    assert by_name == f"implementation='pallas' cannot run: {reason}"
+    assert by_launch == f"no kernel for this cache: {reason}"
