@@ -137,8 +137,7 @@ def described_weights(plan: LayerPlan) -> LayerWeights:
     model, out = Axis("model", 2 * plan.heads * plan.head_dim), Axis("kv_heads", plan.heads, each=plan.head_dim)
     kernel, gains = ArraySpec((model, out), "float32"), ArraySpec((model,), "float32")
     bias = ArraySpec((out,), "float32") if isinstance(plan.k, BiasSubtracting) else None
-    weights: Any = (kernel, kernel, bias, None, None, gains, ArraySpec((), "float32"))
-    return LayerWeights(*weights)
+    return LayerWeights(k_kernel=kernel, v_kernel=kernel, input_norm=gains, norm_eps=ArraySpec((), "float32"), k_bias=bias)
 
 
 def test_entries_follow_from_what_shares_them():
