@@ -70,8 +70,8 @@ def differences(config: LlamaConfig) -> list[str]:
 def weights_alone(model: str, config: LlamaConfig) -> tuple[list[dict[str, Any]], list[str]]:
     """Return every layer's predictions and the notes to them, reading two projections of a layer at a time."""
     with input_errors():
-        directory = checkpoint.checkpoint_directory(inputs.locate(model), checkpoint.CONFIG_FILES + checkpoint.WEIGHT_FILES)
-        stored = checkpoint.read_headers(checkpoint.weight_files(directory))
+        files = checkpoint.open_checkpoint(inputs.locate(model))
+        stored = files.tensors
         width = config.num_key_value_heads * config.head_dim
         for name in (WEIGHT_NAME.format(layer, side) for layer in range(config.num_hidden_layers) for side in "kv"):
             shape = stored[name].shape if name in stored else None
@@ -80,7 +80,7 @@ def weights_alone(model: str, config: LlamaConfig) -> tuple[list[dict[str, Any]]
     layers = []
     for layer in bar(range(config.num_hidden_layers), "decomposing key and value projections, layers"):
         with input_errors():
-            keys, values = (checkpoint.read_tensor(stored, WEIGHT_NAME.format(layer, side)).T for side in "kv")
+            keys, values = (files.read(WEIGHT_NAME.format(layer, side)).astype(np.float32).T for side in "kv")
             parts, singular = outlier_channels.decompose(keys), outlier_channels.singular_values(values)
         layers.append(predictions(layer, parts, singular, config.head_dim) | {"measured": None})
     return layers, ["predictions were not checked: give --text FILE"]

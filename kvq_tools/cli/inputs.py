@@ -157,9 +157,9 @@ def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> 
 
 
 def raw_config(model: str) -> dict[str, Any]:
-    """Read config.json as it is written, with the fields that `LlamaConfig` does not keep."""
+    """Return the configuration as the file writes it (config.json, or a GGUF file's metadata); for what `LlamaConfig` does not keep."""
     with input_errors():
-        return checkpoint.read_json(checkpoint.checkpoint_directory(locate(model), checkpoint.CONFIG_FILES) / "config.json")
+        return dict(checkpoint.open_checkpoint(locate(model), "config").fields)
 
 
 def read_text(path: str) -> str:
@@ -173,8 +173,7 @@ def read_text(path: str) -> str:
 def load_tokenizer(model: str) -> Any:
     """Load the tokenizer alone; None where the checkpoint has none."""
     with input_errors():
-        files = checkpoint.CONFIG_FILES + checkpoint.TOKENIZER_FILES + checkpoint.TOKENIZER_EXTRAS
-        return checkpoint.load_tokenizer(checkpoint.checkpoint_directory(locate(model), files))
+        return checkpoint.open_checkpoint(locate(model), "tokenizer").tokenizer()
 
 
 def need_tokenizer(model: str, use: str) -> Any:

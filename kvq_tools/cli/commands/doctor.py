@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -177,18 +176,19 @@ def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
         return None
     names = [BIAS_NAME.format(layer) for layer in range(config.num_hidden_layers)]
     with input_errors():
-        missing = [name for name in names if name not in stored]
+        missing = [name for name in names if name not in stored.tensors]
         if missing:
             raise ValueError(f"the files lack tensor {missing[0]!r}, which the model of config.json needs")
-        return [checkpoint.read_tensor(stored, name).astype(np.float32) for name in names]
+        return [stored.read(name).astype(np.float32) for name in names]
 
 
-def _stored_weights(model: str) -> Mapping[str, Any] | None:
-    """Read the headers of the weight files in a local directory; None where there are none."""
-    if not Path(model).is_dir() or not any(Path(model).glob("*.safetensors")):
+def _stored_weights(model: str) -> checkpoint.Checkpoint | None:
+    """Return the local checkpoint with its weights; None where there are none (a Hub id, a directory with config.json alone)."""
+    path = Path(model)
+    if not path.is_file() and not any(path.glob("*.safetensors")):
         return None
     with input_errors():
-        return checkpoint.read_headers(checkpoint.weight_files(Path(model)))
+        return checkpoint.open_checkpoint(path)
 
 
 def _bias_facts(biases: list[np.ndarray] | None, layer: int) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file
         ]
     stored = _stored_weights(model)
     with input_errors():
-        own = None if stored is None else fingerprint_of(config, lambda name: checkpoint.read_tensor(stored, name))
+        own = None if stored is None else fingerprint_of(config, stored.read)
         found = check_calibration(spec, config, file, own)
     assert found is not None, "a file is refused where none is needed"
     compared = "fits this cache and model" if own else "fits this cache; the weights are not in a local directory and were not compared"

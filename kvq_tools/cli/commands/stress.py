@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_j
 from kvq_tools.evaluation.stress import Outliers, Stress, check, stressed
 
 PROBE_TOKENS = 256  # random tokens on which both models are compared
-KEPT_FILES = ("generation_config.json", *checkpoint.TOKENIZER_FILES, *checkpoint.TOKENIZER_EXTRAS)
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 DESCRIPTION = f"""\
@@ -79,8 +77,8 @@ def run(options: argparse.Namespace) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {options.out!r} exists and is not an empty directory; name a new one")
     with progress(f"loading {options.model}"), input_errors():
-        source = _whole_checkpoint(options.model)
-        llama, _ = checkpoint.load_llama(source, dtype="float32")
+        source = checkpoint.open_checkpoint(inputs.locate(options.model))
+        llama = checkpoint.load_weights(source, dtype="float32")
     with progress("changing weights"), input_errors():
         harder = stressed(llama, stress)
     with progress("comparing dense outputs"):
@@ -92,16 +90,9 @@ def run(options: argparse.Namespace) -> None:
     harder = in_stored_dtype(harder, source)
     with progress(f"writing {options.out}"), input_errors():
         checkpoint.save_llama(harder, out)
-        for name in KEPT_FILES:
-            if (source / name).exists():
-                shutil.copy(source / name, out / name)
+        source.write_tokenizer(out)
     result = report(options, harder) | {"largest_logit_change": change, "largest_logit": largest}
     print_json(result) if options.json else print(_line(result))
-
-
-def _whole_checkpoint(model: str) -> Path:
-    files = checkpoint.CONFIG_FILES + checkpoint.WEIGHT_FILES + checkpoint.TOKENIZER_FILES + checkpoint.TOKENIZER_EXTRAS
-    return checkpoint.checkpoint_directory(inputs.locate(model), files)
 
 
 def compared(before: Llama, after: Llama) -> tuple[float, float]:
@@ -112,9 +103,9 @@ def compared(before: Llama, after: Llama) -> tuple[float, float]:
     return float(np.abs(logits[1] - logits[0]).max()), float(np.abs(logits[0]).max())
 
 
-def in_stored_dtype(llama: Llama, source: Path) -> Llama:
-    """Return the float32 model in the dtype of the files in `source`, where they share one and no weight loses anything by it."""
-    stored = {header.dtype for header in checkpoint.read_headers(checkpoint.weight_files(source)).values()}
+def in_stored_dtype(llama: Llama, source: checkpoint.Checkpoint) -> Llama:
+    """Return the float32 model in the dtype of the checkpoint `source`, if it has one and no weight loses anything by it."""
+    stored = {header.dtype for header in source.tensors.values()}
     dtype = STORED_DTYPES.get(stored.pop()) if len(stored) == 1 else None
     if dtype is None:
         return llama

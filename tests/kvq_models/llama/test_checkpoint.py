@@ -308,7 +308,7 @@ def test_missing_and_unmatched_tensors_are_named(saved):
 def test_a_tensor_of_wrong_shape_is_named_with_both_shapes(saved):
     change_tensors(saved, lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": np.ones((64, 32), np.float32)}))
     message = refusal(saved)
-    assert message == "tensor 'model.layers.0.self_attn.k_proj.weight' has shape (64, 32), and config.json asks for (32, 64)"
+    assert message == "tensor 'model.layers.0.self_attn.k_proj.weight' has shape (64, 32), and the configuration asks for (32, 64)"
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(np.int32, "I32"), (np.int8, "I8"), (np.bool_, "BOOL")])
@@ -322,8 +322,8 @@ def test_a_tensor_that_is_not_float_is_named(saved, dtype, named):
     [
         ({"num_hidden_layers": 1}, "hold tensor 'model.layers.1."),
         ({"num_hidden_layers": 3}, "lack tensor 'model.layers.2."),
-        ({"vocab_size": 97}, "'model.embed_tokens.weight' has shape (96, 64), and config.json asks for (97, 64)"),
-        ({"num_key_value_heads": 4}, "k_proj.weight' has shape (32, 64), and config.json asks for (64, 64)"),
+        ({"vocab_size": 97}, "'model.embed_tokens.weight' has shape (96, 64), and the configuration asks for (97, 64)"),
+        ({"num_key_value_heads": 4}, "k_proj.weight' has shape (32, 64), and the configuration asks for (64, 64)"),
         ({"attention_bias": True}, "lack tensor 'model.layers.0.self_attn."),
     ],
 )

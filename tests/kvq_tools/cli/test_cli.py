@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, generate, load_llama, right_padded, save_llama
 from kvq_models.llama.checkpoint import read_config
+from kvq_models.llama.hf_directory import HfDirectory
 from kvq_tools.cli import console, inputs, main
 from kvq_tools.cli.commands import doctor, memory
 from kvq_tools.cli.continuation import UNFINISHED, Continuation
@@ -215,8 +216,8 @@ def save_qwen2(directory, peak):
 
 def test_doctor_warns_of_a_large_key_bias_where_key_groups_are_per_token_and_reads_no_other_tensor(tmp_path, run_json, monkeypatch):
     save_qwen2(tmp_path, 90.0)
-    read, names = doctor.checkpoint.read_tensor, []
-    monkeypatch.setattr(doctor.checkpoint, "read_tensor", lambda stored, name: names.append(name) or read(stored, name))
+    read, names = HfDirectory.read, []
+    monkeypatch.setattr(HfDirectory, "read", lambda self, name: names.append(name) or read(self, name))
     options = "sink=0,recent=8,block=8"
     hit = run_json("doctor", tmp_path, "--cache", f"innerq:normalize=false,{options}")
     assert [w for w in hit["warnings"] if w.startswith("layer 0: k_proj bias up to 90")], hit["warnings"]

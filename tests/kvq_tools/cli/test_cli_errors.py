@@ -90,7 +90,7 @@ def test_a_config_that_does_not_fit_the_tensors_is_one_line(bare, tmp_path, run)
     shutil.copytree(bare, tmp_path / "odd")
     fields = json.loads((bare / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps(fields | {"intermediate_size": 48}))
-    assert_one_line_error(run("generate", tmp_path / "odd", "--prompt-ids", "1,2"), "config.json asks for")
+    assert_one_line_error(run("generate", tmp_path / "odd", "--prompt-ids", "1,2"), "the configuration asks for")
 
 
 def test_a_cache_without_room_beside_the_model_is_one_line_that_names_its_bytes(bare, run, monkeypatch):

@@ -24,7 +24,7 @@ DEPTHS = (0.0, 0.3, 1.0)
 
 @functools.cache
 def embedded_prompts():
-    from kvq_models.llama.checkpoint import load_tokenizer
+    from kvq_models.llama.hf_directory import load_tokenizer
 
     return Prompts(load_tokenizer(EMBEDDED))
 

@@ -1,0 +1,91 @@
+"""GGUF files in: one file with metadata, tokenizer and tensors, which are dequantized one at a time as they are read.
+
+The file is mapped, not read: the host holds the tensor at hand in float32. Values are the file's own: a 4-bit matrix loads as the
+numbers that its blocks stand for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq_models.llama import gguf_metadata, gguf_tokenizer
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
+
+MAGIC = b"GGUF"
+
+
+class GgufFile:
+    """One GGUF file, opened: its header is read and checked, its tensors are not."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, in one line, where the file is cut off, is no GGUF file, or holds tensors of a type without a reader."""
+        self.path = path
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise CheckpointError(f"{str(path)!r} is not a GGUF file")
+        with self._errors("cannot be read"):
+            reader = _reader()(path)
+            self.fields: Mapping[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+            self._tensors = {gguf_metadata.hf_name(t.name) or t.name: t for t in reader.tensors}
+
+    @functools.cached_property
+    def config(self) -> LlamaConfig:
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        return gguf_metadata.config_of(self.fields, shapes, lambda: self._dequantized(gguf_metadata.ROPE_FACTORS))
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors' headers by their Hugging Face names; a tensor that has none keeps its own."""
+        return {
+            name: StoredTensor(self.path, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name) for name, t in self._tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor, by its Hugging Face name and in Hugging Face's orientation and order of rows, in float32."""
+        tensor, heads = self._dequantized(name), gguf_metadata.has_swapped_rows(self.config, name)
+        return gguf_metadata.unswapped(tensor, heads) if heads else tensor
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, or None where the file has none. CheckpointError where it is of a kind that is not supported."""
+        try:
+            return gguf_tokenizer.tokenizer_of(self.fields)
+        except (ValueError, NotImplementedError) as error:
+            raise CheckpointError(f"the tokenizer in {str(self.path)!r} cannot be loaded: {first_line(error)}") from error
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer as the files that transformers reads."""
+        if (tokenizer := self.tokenizer()) is not None:
+            tokenizer.save_pretrained(directory)
+
+    def _dequantized(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
+        with self._errors(f"holds tensor {tensor.name!r} of type {tensor.tensor_type.name}, which cannot be read"):
+            from gguf import dequantize
+
+            return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """The library raises whatever a damaged file makes it stumble over; all of it becomes one line."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{str(self.path)!r} {what}: {first_line(error)}") from error
+
+
+def _reader() -> Any:
+    """Return the library's reader; CheckpointError, with the remedy, where it is not installed."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise CheckpointError("reading GGUF files needs the gguf library: pip install 'kvq-jax[gguf]'") from error
+    return GGUFReader

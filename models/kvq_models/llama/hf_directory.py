@@ -1,0 +1,168 @@
+"""Hugging Face checkpoints: a directory with config.json, safetensors and a tokenizer, or the local snapshot of one on the Hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from kvq_models.llama.config import LlamaConfig, token_ids
+from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+Part = Literal["config", "tokenizer", "all"]  # of a Hub checkpoint: its configuration alone, with the tokenizer, or with the weights too
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class HfDirectory:
+    """One checkpoint's directory. Nothing is read before it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @functools.cached_property
+    def config(self) -> LlamaConfig:
+        """config.json, with the end-of-sequence tokens of generation_config.json where it has them: those are what generation stops at."""
+        config = LlamaConfig.from_hf(self.fields)
+        generation_file = self.directory / "generation_config.json"
+        eos_token_ids = token_ids(read_json(generation_file), "eos_token_id") if generation_file.exists() else ()
+        return dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Any]:
+        """The object in config.json."""
+        return read_json(self.directory / "config.json")
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What every file says that it holds. A truncated file fails here: the header's offsets must cover the file exactly."""
+        stored: dict[str, StoredTensor] = {}
+        for file in self.weight_files:
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    if name in stored:
+                        raise CheckpointError(f"tensor {name!r} is in both {stored[name].file.name!r} and {file.name!r}")
+                    header = tensors.get_slice(name)
+                    stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+        return stored
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """model.safetensors, or the shards that the index lists, or every *.safetensors."""
+        directory = self.directory
+        if (directory / "model.safetensors").exists():
+            return [directory / "model.safetensors"]
+        index_file = directory / "model.safetensors.index.json"
+        if index_file.exists():
+            return _indexed_files(index_file)
+        files = sorted(directory.glob("*.safetensors"))
+        if files:
+            return files
+        if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+            raise CheckpointError(
+                f"{str(directory)!r} has pickled weights only, which can run code and are refused: convert to safetensors"
+            )
+        raise CheckpointError(f"no *.safetensors in {str(directory)!r}")
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a host copy of one tensor. Its file is opened for it alone, because the pages of an open mapping stay in memory."""
+        stored = self.tensors[name]
+        if stored.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}")
+        with _opened(stored.file) as tensors:
+            return tensors.get_tensor(name)
+
+    def tokenizer(self) -> Any:
+        """Return the directory's tokenizer, or None where it has none."""
+        return load_tokenizer(self.directory)
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Copy the tokenizer's files, and the generation settings beside them, as they are."""
+        for name in ("generation_config.json", *TOKENIZER_FILES, *TOKENIZER_EXTRAS):
+            if (self.directory / name).exists():
+                shutil.copy(self.directory / name, directory / name)
+
+
+def local_directory(path_or_hub_id: str | os.PathLike[str], part: Part) -> Path:
+    """Return the local directory, or the local snapshot of a Hub checkpoint, of which only `part` is fetched."""
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
+        raise CheckpointError(f"{str(path)!r} does not exist, and is no Hub id (organisation/name)")
+    from huggingface_hub import snapshot_download  # imported late: only Hub ids need it
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    tokenizer = () if part == "config" else TOKENIZER_FILES + TOKENIZER_EXTRAS
+    patterns = CONFIG_FILES + tokenizer + (WEIGHT_FILES if part == "all" else ())
+    try:
+        # Originals in another layout would double the download.
+        ignored = ["consolidated*", "original/*"]
+        return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns), ignore_patterns=ignored))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(f"{path_or_hub_id!r} does not exist here, and the Hub could not be reached to look for it there") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path_or_hub_id!r} does not exist here, and the Hub answered: {first_line(error)}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; CheckpointError where there is none."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing in {str(path.parent)!r}")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(path)!r} is not valid JSON: {first_line(error)}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(fields).__name__}")
+    return fields
+
+
+def _indexed_files(index_file: Path) -> list[Path]:
+    weight_map = read_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{str(index_file)!r} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index_file.name} lists {name!r}, which is not a file name in the same directory")
+        if not (index_file.parent / name).is_file():
+            raise CheckpointError(f"{index_file.name} lists {name!r}, which is missing in {str(index_file.parent)!r}")
+    return [index_file.parent / name for name in names]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{str(file)!r} is not a whole safetensors file: {first_line(error)}") from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the directory's tokenizer, or None where it has none."""
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer  # imported late: seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises no narrower one for a broken file
+        raise CheckpointError(f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}") from error

@@ -1,0 +1,24 @@
+"""What the header of a checkpoint's file says of one tensor, and the error of every file that cannot be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; the message is one line and says which file or tensor, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, its shape in Hugging Face's orientation, and the file's name for its type."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
