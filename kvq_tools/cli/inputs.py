@@ -24,7 +24,9 @@ EMBEDDED = "embedded"
 DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1
 
-MODEL_HELP = "a local Hugging Face directory, a Hub id (organisation/name), or the word 'embedded' for the model that ships with kvq"
+MODEL_HELP = (
+    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), or the word 'embedded' for the model that ships with kvq"
+)
 CACHE_GRAMMAR = """\
 SPEC, what stands after --cache:
   METHOD                                   one method for keys and values

@@ -30,8 +30,10 @@ class GgufFile:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise CheckpointError(f"{str(path)!r} is not a GGUF file")
+        from gguf import GGUFReader  # imported late: only GGUF files need it
+
         with self._errors("cannot be read"):
-            reader = _reader()(path)
+            reader = GGUFReader(path)
             self.fields: Mapping[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {gguf_metadata.hf_name(t.name) or t.name: t for t in reader.tensors}
 
@@ -80,12 +82,3 @@ class GgufFile:
             raise
         except Exception as error:
             raise CheckpointError(f"{str(self.path)!r} {what}: {first_line(error)}") from error
-
-
-def _reader() -> Any:
-    """Return the library's reader; CheckpointError, with the remedy, where it is not installed."""
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise CheckpointError("reading GGUF files needs the gguf library: pip install 'kvq-jax[gguf]'") from error
-    return GGUFReader

@@ -1,0 +1,104 @@
+"""GGUF files for tests, written with the gguf library as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import gguf
+import numpy as np
+
+from kvq_models.llama import hf_names
+from kvq_models.llama.gguf_metadata import TENSORS
+from kvq_models.llama.model import Llama
+
+_GGUF_NAMES = dict(TENSORS)
+TOKENS = ["<|end|>", *(chr(c) for c in range(33, 96)), *"Ġthe", "th", "the", "Ġthe", "12"]
+
+
+def swapped(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Return a projection [heads * H, ...] with the rows of each head in GGUF's order, from halves to pairs (2i, 2i + 1)."""
+    rows = tensor.shape[0] // heads
+    return tensor.reshape(heads, 2, rows // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def gguf_name(name: str) -> str:
+    parts = name.split(".")
+    if parts[1] != "layers":
+        return _GGUF_NAMES[name]
+    return _GGUF_NAMES[".".join([*parts[:2], "#", *parts[3:]])].replace("#", parts[2])
+
+
+def write_gguf(
+    llama: Llama,
+    path: pathlib.Path,
+    *,
+    architecture: str = "llama",
+    kind: str = "F32",
+    fields: dict[str, Any] | None = None,
+    rope_factors: np.ndarray | None = None,
+    tokenizer: dict[str, Any] | None = None,
+) -> pathlib.Path:
+    """Write a model. kind: of its matrices; norms and biases are float32. fields: metadata under the architecture's keys, added
+    or changed."""
+    config, writer = llama.config, gguf.GGUFWriter(path, architecture)
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope.theta,
+        "vocab_size": config.vocab_size,
+    }
+    for key, value in (sizes | (fields or {})).items():
+        _add(writer, f"{architecture}.{key}", value)
+    for key, value in ({"bos_token_id": 1, "eos_token_id": 2} | (tokenizer or {})).items():
+        _add(writer, f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}", value)
+    for weight in hf_names.weights(llama).values():
+        tensor = np.array(weight.leaf.T if weight.transpose else weight.leaf, np.float32)
+        if architecture == "llama" and ".q_proj." in weight.name:
+            tensor = swapped(tensor, config.num_attention_heads)
+        if architecture == "llama" and ".k_proj." in weight.name:
+            tensor = swapped(tensor, config.num_key_value_heads)
+        own = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]
+        writer.add_tensor(gguf_name(weight.name), gguf.quantize(tensor, own), raw_dtype=own)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level(**fields: Any) -> dict[str, Any]:
+    """A byte-level BPE tokenizer's metadata."""
+    merges = ["t h", "th e", "Ġ the", "1 2"]
+    kinds = [3, *[1] * (len(TOKENS) - 1)]
+    return {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": TOKENS,
+        "token_type": kinds,
+        "merges": merges,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    } | fields
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
