@@ -32,18 +32,20 @@ CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the r
 # Random contents
 
 
-@functools.singledispatch
 def random_body(leaves: Any, seed: Array) -> Any:
-    """Make arrays as a cache stores them, for a body's tree of `BodySpec`: random codes, and scales that make them rows of about -1 .. 1.
+    """Make arrays as a cache stores them, for a tree of `BodySpec`: random codes, and scales that make them rows of about -1 .. 1."""
+    return jax.tree.map(lambda spec, values: spec.store(values), leaves, _random_values(leaves, seed))
 
-    Every type of body registers how.
-    """
+
+@functools.singledispatch
+def _random_values(leaves: Any, seed: Array) -> Any:
+    """Make the values of a body before they are stored. Every type of body registers how."""
     raise TypeError(f"no random contents for a body of {type(leaves).__name__}")
 
 
-@random_body.register
+@_random_values.register
 def _(leaves: BodySpec, seed: Array) -> Any:
-    return leaves.store(uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype))
+    return uniform(leaves.shape, seed, -1.0, 1.0, leaves.dtype)
 
 
 def _random_codes(words: tuple[Any, ...], seed: Array) -> tuple[Array, ...]:
@@ -51,17 +53,17 @@ def _random_codes(words: tuple[Any, ...], seed: Array) -> tuple[Array, ...]:
 
 
 def _random(leaf: Any, seed: Array, offset: int, low: float, high: float) -> Any:
-    return None if leaf is None else leaf.store(uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype))
+    return None if leaf is None else uniform(leaf.shape, seed + jnp.uint32(offset), low, high, leaf.dtype)
 
 
-@random_body.register
+@_random_values.register
 def _(leaves: GroupedArray, seed: Array) -> GroupedArray:
     step = 2 / (2**leaves.format.code_bits - 1)
     scale, zero = _random(leaves.scale, seed, 2000, 0.7 * step, 1.3 * step), _random(leaves.zero, seed, 3000, -1.2, -0.8)
     return GroupedArray(_random_codes(leaves.words, seed), scale, zero, leaves.format)
 
 
-@random_body.register
+@_random_values.register
 def _(leaves: CodebookArray, seed: Array) -> CodebookArray:
     """All slots of outliers are in use."""
     scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
@@ -80,7 +82,7 @@ def _random_outliers(leaves: Any, width: int, seed: Array) -> SparseOutliers:
     return SparseOutliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
 
 
-@random_body.register
+@_random_values.register
 def _(leaves: PolarArray, seed: Array) -> PolarArray:
     """Radii of about 0.2 to 1.4, arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
     radii, angles = (2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits))

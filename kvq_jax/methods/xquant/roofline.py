@@ -115,7 +115,7 @@ def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: 
 # --- c and w ------------------------------------------------------------------------------------------------------------------------------
 
 
-def weight_bytes(config: LayerDims, bytes_per_weight: float = 2) -> float:
+def weight_bytes(config: LayerDims, bytes_per_weight: int | float = 2) -> float:
     """Of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases are left out, below a thousandth."""
     d, h = config.hidden_size, config.head_dim
     attention = 2 * d * h * (config.num_attention_heads + config.num_key_value_heads)
