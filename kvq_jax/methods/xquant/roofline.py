@@ -28,13 +28,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.methods.xquant.codec import XCodec, XCrossLayerCodec
 
 EXACT_BITS = 16  # of a row that is kept as it is
+Number: TypeAlias = int | float  # counts are whole, what follows from rates and averages is not
 
 
 @runtime_checkable
@@ -50,8 +51,8 @@ class Device:
     """Peak rates from a data sheet: dense bf16 FLOP/s, and bytes/s of its memory."""
 
     name: str
-    flops: float
-    bandwidth: float
+    flops: Number
+    bandwidth: Number
 
     @property
     def ridge(self) -> float:
@@ -75,17 +76,17 @@ PAPER_DEVICE = "h100-pcie"
 class LayerCost:
     """One layer in one decode step: f, c and w of the module's docstring. Zero FLOPs: nothing is rebuilt."""
 
-    flops_per_token: float
-    cache_bytes_per_token: float
-    weight_bytes: float
+    flops_per_token: Number
+    cache_bytes_per_token: Number
+    weight_bytes: Number
 
-    def longest_hidden(self, ridge: float) -> float:
+    def longest_hidden(self, ridge: Number) -> float:
         """l, the exact solution in tokens of all sequences together; infinite where reading always takes longer."""
         surplus = self.flops_per_token - ridge * self.cache_bytes_per_token
         return ridge * self.weight_bytes / surplus if surplus > 0 else math.inf
 
 
-def longest_hidden(layers: Iterable[LayerCost], ridge: float) -> float:
+def longest_hidden(layers: Iterable[LayerCost], ridge: Number) -> float:
     """l of the first layer in which rebuilding shows: the smallest. Infinite where no layer rebuilds anything."""
     return min((layer.longest_hidden(ridge) for layer in layers), default=math.inf)
 
@@ -115,7 +116,7 @@ def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: 
 # --- c and w ------------------------------------------------------------------------------------------------------------------------------
 
 
-def weight_bytes(config: LayerDims, bytes_per_weight: int | float = 2) -> float:
+def weight_bytes(config: LayerDims, bytes_per_weight: Number = 2) -> Number:
     """Of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases are left out, below a thousandth."""
     d, h = config.hidden_size, config.head_dim
     attention = 2 * d * h * (config.num_attention_heads + config.num_key_value_heads)
@@ -125,12 +126,12 @@ def weight_bytes(config: LayerDims, bytes_per_weight: int | float = 2) -> float:
 def paper_cost(
     width: int,
     kv_width: int,
-    bits: float,
+    bits: Number,
     *,
     latent: bool,
-    weights: float | None = None,
+    weights: Number | None = None,
     cross_layer: bool = False,
-    base_bits: float = 4,
+    base_bits: Number = 4,
 ) -> LayerCost:
     """The paper's own numbers of a layer of width d = `width` with d/g = `kv_width` channels of keys, at e bits without scales.
 
@@ -156,7 +157,7 @@ def paper_cost(
     return LayerCost(flops, read, weights)
 
 
-def paper_cost_of(codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: float) -> LayerCost | None:
+def paper_cost_of(codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: Number) -> LayerCost | None:
     """Return `paper_cost` of a layer with these codecs of keys and values; None for those of which the paper does not speak.
 
     base: the codec of the layer that starts the accumulator. weights: bytes of a layer's matrices.
