@@ -48,7 +48,7 @@ class Outliers:
     """Outliers of each KV head: the number of RoPE pairs of keys or channels of values, and their factor."""
 
     channels: int
-    factor: float
+    factor: int | float
 
 
 @dataclasses.dataclass(frozen=True)
