@@ -141,7 +141,7 @@ def test_a_layer_kept_exact_has_no_codec_to_wrap():
 def test_what_is_missing_is_named():
     codec = empty("int4:subtract_bias=true")[0].k
     inputs = sequences().window(np.zeros(8, np.int32), np.full(8, 8, np.int32), 8)
-    with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs the key projection's bias: prepare\(llama, spec\) [^\n]+\Z"):
+    with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs the key projection's bias: kvq.prepare_layer or [^\n]+\Z"):
         codec.rows((), inputs)
     weights = layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH))
     with pytest.raises(ValueError, match=r"\Asubtract_bias=true needs the model's rope, [^\n]+\Z"):
