@@ -25,6 +25,7 @@ import jax
 from kvq_jax.cache.atomic_files import replacing
 
 DERIVED = "derived"
+RESULTS = pathlib.Path(__file__).parent / "results"  # the committed reports and their pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,8 @@ from benchmarks.overview import OverviewReport
 from benchmarks.quality import key_bias, squat_subspace_report
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
-from benchmarks.report_file import Report
+from benchmarks.report_file import RESULTS, Report
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 INDEX = "README.md"
 INTRODUCTION = """\
 # Results

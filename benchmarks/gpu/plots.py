@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.gpu.report import GpuReport, KernelRow
-from benchmarks.results_page import RESULTS
+from benchmarks.report_file import RESULTS
 
 Lines = dict[str, list[tuple[int, float]]]  # (tokens, value) by candidate
 

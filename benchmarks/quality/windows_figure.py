@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.quality.report import QualityReport
+from benchmarks.report_file import RESULTS
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results"
 FILE = "quality_innerq.json"
 
 

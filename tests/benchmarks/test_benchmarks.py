@@ -12,6 +12,7 @@ import pytest
 from benchmarks import results_page
 from benchmarks.cpu import attention, decode_step
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.report_file import RESULTS
 
 CACHES = ("kivi:bits=4", "innerq")
 
@@ -68,28 +69,28 @@ def test_a_folder_without_results_is_refused(tmp_path: pathlib.Path, capsys: pyt
 
 
 def test_committed_pages_are_those_of_the_committed_results():
-    committed = {file.name: file.read_text(encoding="utf-8") for file in results_page.RESULTS.glob("*.md")}
-    made = results_page.render(results_page.RESULTS)
+    committed = {file.name: file.read_text(encoding="utf-8") for file in RESULTS.glob("*.md")}
+    made = results_page.render(RESULTS)
     assert set(committed) == set(made), "a page without its JSON, or a JSON without its page: run `python -m benchmarks.results_page`"
     for name, text in made.items():
         assert committed[name] == text, f"{name}: run `python -m benchmarks.results_page`"
 
 
 def test_the_index_names_every_page_with_its_command_and_numbers():
-    index, *_ = results_page.render(results_page.RESULTS).values()
-    for file in results_page.RESULTS.glob("*.json"):
+    index, *_ = results_page.render(RESULTS).values()
+    for file in RESULTS.glob("*.json"):
         command = json.loads(file.read_text(encoding="utf-8"))["command"]
         assert f"]({file.stem}.md) |" in index
         assert f"| `{command}` | [{file.name}]({file.name}) |" in index
 
 
 def test_the_commands_of_the_committed_results_exist():
-    for file in results_page.RESULTS.glob("*.json"):
+    for file in RESULTS.glob("*.json"):
         module = json.loads(file.read_text(encoding="utf-8"))["command"].split()[2]
         assert importlib.util.find_spec(module), f"{file.name}: {module}"
 
 
 def test_links_of_the_pages_lead_somewhere():
-    for name, text in results_page.render(results_page.RESULTS).items():
+    for name, text in results_page.render(RESULTS).items():
         for target in re.findall(r"\]\(([^)]+)\)", text):
-            assert (results_page.RESULTS / target).exists(), f"{name}: {target}"
+            assert (RESULTS / target).exists(), f"{name}: {target}"

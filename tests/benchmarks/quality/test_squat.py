@@ -16,6 +16,7 @@ from benchmarks.cpu.timing import CpuReport
 from benchmarks.quality import squat_subspace
 from benchmarks.quality.squat_subspace import before_rope, deviations, layer_inputs, score_error, tokens_of
 from benchmarks.quality.squat_subspace_report import SubspaceReport, draw
+from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED, load_llama
 
 PROMPT, TOTAL = 256, 384
@@ -97,7 +98,7 @@ def test_the_prefill_benchmark_has_a_row_for_each_cache(results: pathlib.Path):
 
 
 def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp_path: pathlib.Path):
-    report = SubspaceReport.read(results_page.RESULTS / "squat_subspace.json")
+    report = SubspaceReport.read(RESULTS / "squat_subspace.json")
     report.write(tmp_path / "squat_subspace.json")
     assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
     draw(report).savefig(tmp_path / "plot.png")
