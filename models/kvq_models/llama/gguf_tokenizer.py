@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as one of the `tokenizers` library behind transformers' interface, chat template included.
+"""The tokenizer of a GGUF file, as one of the tokenizers library behind transformers' interface, chat template included.
 
 Two kinds: byte-level BPE (`gpt2`), whose split of text before merging a file names but does not contain, and SentencePiece's BPE (`llama`),
 whose merges follow from its pieces' scores: the pair that makes the likeliest piece is merged first.
@@ -14,7 +14,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# How text is cut before merging, by the name in `tokenizer.ggml.pre`: a pattern, "digits" for GPT-2's with single digits, or GPT-2's own.
+# How text is cut before merging, by the name in the field tokenizer.ggml.pre: a pattern, "digits" for GPT-2's with single digits, or GPT-2's own.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": "digits",
