@@ -14,7 +14,8 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# How text is cut before merging, by the name in the field tokenizer.ggml.pre: a pattern, "digits" for GPT-2's with single digits, or GPT-2's own.
+# The pattern that cuts text before merging, by its name in the field tokenizer.ggml.pre. None is GPT-2's own, "digits" that with each digit
+# apart. Other names are refused: tokens of a wrong cut would be valid, and wrong.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": "digits",
