@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -52,7 +51,8 @@ class TimedGeneration:
         state = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
         generation.advance.lower(self._llama, state, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation).compile()
         # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(state, cache=None, logits=None))
+        counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step)
+        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), counters)
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
