@@ -8,7 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 
+import jaxtyping
 import pytest
+
+
+@pytest.fixture
+def types_unchecked(monkeypatch):
+    """Types are not checked at calls, as for users: a wrong value meets the error that the code itself has for it."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

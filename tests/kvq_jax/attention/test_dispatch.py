@@ -145,6 +145,7 @@ def test_devices_that_run_no_kernels_have_a_reason(monkeypatch, backend, capabil
         dispatch.choose("pallas", plan_of("kivi"), 4, 1)
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("this process has a GPU")
@@ -180,6 +181,7 @@ def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
     assert launched, "the check above sees nothing"
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_launches_say_what_they_cannot_do():
     with pytest.raises(ValueError, match="needs a GPU"):
         Launch("asm", interpret=True)

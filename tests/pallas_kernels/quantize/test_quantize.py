@@ -247,6 +247,7 @@ def test_every_case_lowers_for_cuda(case, arithmetic):
 READER = reader_of(format_of(2, "hybrid", "channels", 64))
 
 
+@pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize(
     ("change", "rows", "scheme", "bits", "named"),
     [

@@ -201,9 +201,10 @@ def test_values_in_polar_form_and_other_numbers_of_arrays_are_refused():
 def test_polynomials_are_cosines_and_sines_of_any_angle_of_a_group(bias):
     """As a kernel calls them: with the bias of a code in the least angle."""
     code, step = np.meshgrid(np.arange(16) + 0.5, np.linspace(0, 2 * np.pi / 16, 50))
-    theta = code * step + np.linspace(-np.pi, np.pi, 33)[:, None, None]
+    code, step = (np.tile(x, (33, 1)) for x in (code, step))
+    theta = code * step + np.repeat(np.linspace(-np.pi, np.pi, 33), 50)[:, None]
     start = np.float32(theta - (code + bias) * step)
-    found = polynomial_cos_sin(*(jnp.asarray(np.broadcast_to(x, theta.shape), jnp.float32) for x in (code + bias, step, start)))
+    found = polynomial_cos_sin(*(jnp.asarray(x, jnp.float32) for x in (code + bias, step, start)))
     errors = [np.abs(np.asarray(x) - f(theta)).max() for x, f in zip(found, (np.cos, np.sin), strict=True)]
     assert max(errors) < (1e-4 if bias else 4.2e-5)
     assert np.abs(np.asarray(found[0]) - np.sin(theta)).max() > 1, "sines would pass as cosines"
