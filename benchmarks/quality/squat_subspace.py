@@ -67,7 +67,9 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
 def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs:
     """Return tokens start .. stop - 1 alone; positions are kept."""
     cut: dict[str, Any] = {f: getattr(inputs, f)[:, :, start:stop] for f in ("q_pre", "q_rot", "k_pre", "k_rot", "v")}
-    return dataclasses.replace(inputs, x=None, positions=inputs.positions[:, start:stop], valid=inputs.valid[:, start:stop], **cut)
+    return dataclasses.replace(
+        inputs, x=None, residual=None, positions=inputs.positions[:, start:stop], valid=inputs.valid[:, start:stop], **cut
+    )
 
 
 def before_rope(inputs: kvq.LayerInputs) -> kvq.LayerInputs:

@@ -105,7 +105,7 @@ class Through:
         return _compared(logits, exact, following)
 
 
-def _rows(hidden: HiddenBTD, part: Slice) -> HiddenBTD:
+def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:
     """Return the slice's rows; zeros past the window, where nothing is scored."""
     rows = hidden[:, part.first : part.stop]
     return jnp.pad(rows, ((0, 0), (0, part.stop - part.first - rows.shape[1]), (0, 0)))
