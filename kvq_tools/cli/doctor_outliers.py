@@ -147,8 +147,8 @@ def measured(magnitudes: Magnitudes, predicted: list[dict[str, Any]], head_dim: 
     """Return, for one layer, the outlier among the latent channels, the largest channel of the keys, and the place of its prediction."""
     flat = [entry["head"] * head_dim + entry["channel"] for entry in predicted]
 
-    def truth(found: Peak) -> dict[str, Any]:
-        return _channel(found.channel, head_dim) | {"ratio": finite(found.ratio), "place": outlier_channels.place(flat, found.channel)}
+    def truth(peak: Peak) -> dict[str, Any]:
+        return _channel(peak.channel, head_dim) | {"ratio": finite(peak.ratio), "place": outlier_channels.place(flat, peak.channel)}
 
     return {
         "latent_k": _latent(outlier_channels.peak(magnitudes.latent_k)),
@@ -158,8 +158,8 @@ def measured(magnitudes: Magnitudes, predicted: list[dict[str, Any]], head_dim: 
     }
 
 
-def _latent(found: Peak) -> dict[str, Any]:
-    return {"ratio": finite(found.ratio), "channel": found.channel, "is_first": found.channel == 0}
+def _latent(peak: Peak) -> dict[str, Any]:
+    return {"ratio": finite(peak.ratio), "channel": peak.channel, "is_first": peak.channel == 0}
 
 
 def accuracy(layers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,25 +202,25 @@ def _print_measured(result: dict[str, Any]) -> None:
     columns += ["first of W_v", "X U_v"]
     rows = []
     for layer in result["layers"]:
-        found = layer["measured"]
+        peaks = layer["measured"]
         row = [layer["layer"], " ".join(_named(entry) for entry in layer["k"]["predicted"]), _shares(layer["k"])[0]]
-        row += [_latent_text(found["latent_k"]), *_truth(found["largest_key"])]
-        row += _truth(found["largest_projected"]) if apart else []
-        rows.append([*row, _shares(layer["v"])[0], _latent_text(found["latent_v"])])
+        row += [_latent_text(peaks["latent_k"]), *_truth(peaks["largest_key"])]
+        row += _truth(peaks["largest_projected"]) if apart else []
+        rows.append([*row, _shares(layer["v"])[0], _latent_text(peaks["latent_v"])])
     print_table(f"{result['model']}, {result['tokens']} tokens of {Path(result['text']).name}", columns, rows)
     print("first of W: the share of the largest singular value in the sum of all; X U: the largest latent channel, relative to the median")
     _print_accuracy(result, apart)
 
 
 def _print_accuracy(result: dict[str, Any], apart: bool) -> None:
-    found, layers, width = result["accuracy"], len(result["layers"]), result["kv_heads"] * result["head_dim"]
-    rows = [("keys before RoPE" + (", as cached" if apart else ""), *_percents(found["keys"].values()))]
-    rows += [("X W_k alone", *_percents(found["projected"].values()))] if apart else []
+    accuracies, layers, width = result["accuracy"], len(result["layers"]), result["kv_heads"] * result["head_dim"]
+    rows = [("keys before RoPE" + (", as cached" if apart else ""), *_percents(accuracies["keys"].values()))]
+    rows += [("X W_k alone", *_percents(accuracies["projected"].values()))] if apart else []
     rows.append((f"by chance, {width} channels", *_percents(min(1, k / width) for k in TOPS)))
     columns = ("largest channel of", *(f"among {k}" if k > 1 else "the first" for k in TOPS))
     print_table(f"largest channel among the first predictions, share of {layers} layers", columns, rows, numeric=columns[1:])
     print(PAPER)
-    shares = "; ".join(f"X U_{side} {found[f'first_latent_{side}']:.0%}" for side in "kv")
+    shares = "; ".join(f"X U_{side} {accuracies[f'first_latent_{side}']:.0%}" for side in "kv")
     print(f"layers whose largest latent channel is the first: {shares} (the paper: X U_k in all layers, and no such pattern in X U_v)")
 
 
@@ -232,13 +232,13 @@ def _shares(spectrum: dict[str, float]) -> tuple[str, str]:
     return f"{spectrum['share']:.1%}", f"{spectrum['energy_share']:.1%}"
 
 
-def _latent_text(found: dict[str, Any]) -> str:
-    where = "the first" if found["is_first"] else f"number {found['channel'] + 1}"
-    return f"{where}, {_times(found['ratio'])}"
+def _latent_text(peak: dict[str, Any]) -> str:
+    where = "the first" if peak["is_first"] else f"number {peak['channel'] + 1}"
+    return f"{where}, {_times(peak['ratio'])}"
 
 
-def _truth(found: dict[str, Any]) -> tuple[str, str]:
-    return f"{_named(found)}, {_times(found['ratio'])}", "missed" if found["place"] is None else f"number {found['place']}"
+def _truth(peak: dict[str, Any]) -> tuple[str, str]:
+    return f"{_named(peak)}, {_times(peak['ratio'])}", "missed" if peak["place"] is None else f"number {peak['place']}"
 
 
 def _times(ratio: float | None) -> str:

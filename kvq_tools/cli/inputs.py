@@ -153,9 +153,9 @@ def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> 
     if cache.spec.exact:
         return
     if not any(plan.quantizes for plan in cache.plans):
-        warn(f"{name}: no layer of this model quantizes anything, so this is the exact model but for rounding")
+        warn(f"{name}: no layer of this model quantizes anything, so this is the full-precision model but for rounding")
     elif read is not None and not kvq.quantized_tokens(cache, read):
-        warn(f"{name}: {where} nothing is read quantized, so this is the exact model")
+        warn(f"{name}: {where} nothing is read quantized, so this is the full-precision model")
 
 
 def raw_config(model: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli.console import format_bytes, print_table
 from kvq_tools.evaluation.results import finite
 
-BLOCKS = 32  # whose bytes are counted, as `kvq.body_bits_per_element` does
+BLOCKS = 32  # blocks whose bytes are counted, as `kvq.body_bits_per_element` does
 NOTHING = "attention reads codes directly and rebuilds nothing"
 EXPLAINED = """\
 FLOPs, bytes: of a layer, in a step with one new token, for each cached token; weights: of a layer, parameters of the cache included.
@@ -52,8 +52,9 @@ def describe_device(device: Device, config: LlamaConfig) -> dict[str, Any]:
 
 
 def describe(cache: Cache, config: LlamaConfig, parameter_bytes: Sequence[int], itemsize: int, device: Device) -> dict[str, Any]:
-    """Every layer of a cache, and the first in which rebuilding shows. parameter_bytes: of each layer's parameters of the cache, which a
-    step reads beside its weights, of `itemsize` bytes each. Lengths are None where any length is hidden or nothing is rebuilt."""
+    """Describe every layer of a cache, and the first in which rebuilding shows. parameter_bytes: those of the cache's parameters in each
+    layer, which a step reads beside its weights of `itemsize` bytes each. Lengths are None where any length is hidden or nothing is
+    rebuilt."""
     weights = roofline.weight_bytes(config, itemsize)
     here = [layer_cost(plan, config, weights + own) for plan, own in zip(cache.plans, parameter_bytes, strict=True)]
     base = next((plan.cross_layer for plan in cache.plans if plan.cross_layer and plan.cross_layer.starts), None)
@@ -75,8 +76,8 @@ def _described(cost: LayerCost, device: Device) -> dict[str, Any]:
 
 
 def layer_cost(plan: LayerPlan, config: LlamaConfig, weight_bytes: float) -> LayerCost:
-    """What a step does in this layer for each cached token: codes are read as they are stored, keys are rebuilt from rows, and queries
-    weigh rows for their values. A side that keeps keys or values themselves rebuilds nothing.
+    """Return the cost of a step in this layer for each cached token: codes are read as they are stored, keys are rebuilt from rows, and
+    queries weigh rows for their values. A side that keeps keys or values themselves rebuilds nothing.
 
     Where a layer builds on the one below it, rows come from the accumulator. At the least, it is read and written to add this layer's
     differences (in the base layer only written), and read by attention.

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template, as the user's turn")
     parser.add_argument("--answers", metavar="F", help="a new file for every answer as it comes, one JSON object a line")
     parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="float32", help="of weights, activations and exact rows (default: %(default)s)"
+        "--dtype", choices=inputs.DTYPES, default="float32", help="of weights, activations and full-precision rows (default: %(default)s)"
     )
 
 

@@ -52,7 +52,8 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--dtype",
         choices=inputs.DTYPES,
         default="float32",
-        help="of weights, activations and exact rows (default: %(default)s); in bfloat16, --cache dense shows what rounding alone does",
+        help="of weights, activations and full-precision rows (default: %(default)s); in bfloat16, --cache dense shows the effect of
+        rounding",
     )
 
 

@@ -1,8 +1,8 @@
-"""Two distributions over the vocabulary: the exact model's p and a cache's q.
+"""Compare two distributions over the vocabulary: p of the full-precision model and q through a cache.
 
     nats = -log q(token),   KL(p || q) = sum_v p(v) (log p(v) - log q(v)),   agrees: argmax p == argmax q
 
-The sum is taken over p (e^d - 1 - d), d = log q - log p. It is the same, for p and q both add up to 1; but every term is at least 0, and
+The sum is taken over p (e^d - 1 - d), d = log q - log p. It is the same because p and q both add up to 1; but every term is at least 0, and
 the rounding of the normalizers counts squared, so that equal distributions give 0. fp32; no second array of the logits' size is kept.
 """
 
@@ -25,8 +25,8 @@ class Terms(NamedTuple):
 
 def token_nats(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Return -log p(following token)."""
-    found = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - found
+    target = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - target
 
 
 def compare(logits: Float[Array, "B T V"], exact: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Terms:

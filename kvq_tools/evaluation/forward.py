@@ -1,7 +1,7 @@
-"""The model over whole windows, without a cache: the exact reference, and the simulation that papers measure with.
+"""The model over whole windows, without a cache: the full-precision reference, and the simulation that papers use.
 
     exact   attention reads K and V
-    fake    attention reads K^ and V^ = roundtrip_layer(spec, K, V): every token quantized, no exact window
+    fake    attention reads K^ and V^ = roundtrip_layer(spec, K, V): every token quantized, no full-precision window
 
 Neither runs anything of a cache's windows, ageing or attention: a mistake in those cannot hide in the reference.
 """

@@ -73,7 +73,7 @@ class KvqLM(TemplateLM):
     pretrained   a local Hugging Face directory, a Hub id, or "embedded" for the model that ships with kvq
     cache        a spec
     calibration  what `kvq calibrate` wrote, for a cache that needs it
-    dtype        of weights, activations and exact rows
+    dtype        of weights, activations and full-precision rows
     max_length   tokens that a prediction may see, at most (and by default) the model's positions
     batch_size   requests that run together; what is not sampled does not depend on it, but for the rounding of sums
     context      how log-likelihoods read a request's context. "decode": token after token, as the continuation, so that no exact attention
@@ -170,7 +170,7 @@ class KvqLM(TemplateLM):
         rows = [self._row(context, continuation) for _, context, continuation in requests]
         # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more than the inputs
         inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
-        found: dict[int, tuple[float, bool]] = {}
+        scored: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(rows), desc=f"log-likelihoods through {self.spec}", disable=disable_tqdm) as bar:
             for indices in batches(inputs, self.llama.config, self.batch_size):
                 scores = self._scores([(rows[i], len(requests[i][2])) for i in indices], capacity(inputs[indices[0]], self.llama.config))
@@ -178,9 +178,9 @@ class KvqLM(TemplateLM):
                 for i, score in new.items():
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
-                found |= new
+                scored |= new
                 bar.update(len(new))
-        return [found[i] for i in range(len(rows))]
+        return [scored[i] for i in range(len(rows))]
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
         """Return the tokens of a request: the inputs, then the one token that is only predicted."""
@@ -218,7 +218,7 @@ class KvqLM(TemplateLM):
         for request, own in zip(requests, settings, strict=True):
             ids = self.tok_encode(request.args[0]) or [self.prefix_token_id]
             samples.append(Sample(tuple(ids[-(self.max_length - own.max_new_tokens) :]), (), own.max_new_tokens))
-        found: dict[int, str] = {}
+        generated: dict[int, str] = {}
         with tqdm(total=len(samples), desc=f"generating through {self.spec}", disable=disable_tqdm) as bar:
             for own in dict.fromkeys(settings):
                 alike = [i for i, other in enumerate(settings) if other == own]
@@ -228,9 +228,9 @@ class KvqLM(TemplateLM):
                     new = dict(zip(indices, self._generated([samples[i] for i in indices], own, key), strict=True))
                     for i, text in new.items():
                         self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    found |= new
+                    generated |= new
                     bar.update(len(new))
-        return [found[i] for i in range(len(samples))]
+        return [generated[i] for i in range(len(samples))]
 
     def _generation(self, options: dict[str, Any]) -> _Generation:
         given: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_GEN_TOKS)}

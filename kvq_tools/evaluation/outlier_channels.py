@@ -88,8 +88,8 @@ def peak(magnitudes: Float[np.ndarray, "R"]) -> Peak:
 
 def place(predicted: Sequence[int] | Int[np.ndarray, "count"], channel: int) -> int | None:
     """Return the place, from 1, at which the channel was predicted; None where it was not."""
-    found = np.flatnonzero(np.asarray(predicted) == channel)
-    return int(found[0]) + 1 if found.size else None
+    matches = np.flatnonzero(np.asarray(predicted) == channel)
+    return int(matches[0]) + 1 if matches.size else None
 
 
 def accuracies(places: Sequence[int | None]) -> dict[int, float]:
@@ -113,8 +113,10 @@ def layer_magnitudes(
     for index, (layer, basis) in enumerate(zip(llama.layers, bases, strict=True)):
         sums = []
         for row in range(count):
-            hidden[row], found = _layer(layer, hidden[row], (jnp.asarray(basis[0]), jnp.asarray(basis[1])), positions_BT, valid_BT, rope)
-            sums.append([np.asarray(part, np.float64) for part in found])
+            hidden[row], magnitudes = _layer(
+                layer, hidden[row], (jnp.asarray(basis[0]), jnp.asarray(basis[1])), positions_BT, valid_BT, rope
+            )
+            sums.append([np.asarray(part, np.float64) for part in magnitudes])
         means = Magnitudes(*(np.asarray(sum(parts) / rows.size, np.float32) for parts in zip(*sums, strict=True)))
         if not all(np.isfinite(part).all() for part in means):
             raise ValueError(f"layer {index}: keys or values are not finite in {hidden[0].dtype.name}")

@@ -24,8 +24,8 @@ class Quality:
 
     tokens: int
     nats: float  # -log p(token)
-    kl: float  # of the exact model's distribution from that of the cache
-    agreement: float  # share of tokens whose likeliest successor is the exact model's
+    kl: float  # KL(p || q) of the full-precision model's distribution p and the cache's q
+    agreement: float  # share of tokens whose likeliest successor is the full-precision model's
 
     @property
     def perplexity(self) -> float:
@@ -48,14 +48,14 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The predictions of a text through one cache, compared with the exact model's. The arrays have one entry for each scored token, in the
-    order of the text.
+    """The predictions of a text through one cache, compared with the full-precision model's. The arrays have one entry for each scored
+    token, in the order of the text.
 
     spec, mode    the cache and how it was run
     window        tokens of a window, which is the cache's capacity
     index         the token's place in the text
     position      tokens that its window holds before it
-    exact_nats    -log p(token) of the exact model
+    exact_nats    -log p(token) of the full-precision model
     nats, kl      -log q(token) through the cache, and KL(p || q) of the whole distributions
     agrees        whether the likeliest token was the same
     utf8_bytes    of the scored tokens; None where the tokens' bytes were not given
@@ -107,7 +107,7 @@ class Evaluation:
 
     @property
     def flips(self) -> Int[np.ndarray, "flips"]:
-        """Return the places in the text where the cache's likeliest token is not the exact model's."""
+        """Return the places in the text where the cache's likeliest token is not the full-precision model's."""
         return self.index[~self.agrees]
 
     def quality(self) -> Quality:

@@ -1,4 +1,4 @@
-"""Evaluate a text through one cache (`evaluate`) or several beside one exact model (`evaluate_caches`), or rows of tokens (`measure`)."""
+"""Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full precision, or rows of tokens (`measure`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options(TypedDict, total=False):
 
 
 def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]) -> Evaluation:
-    """Compare the predictions of a text through a cache with the exact model's: `evaluate_caches` of one cache, with the same options."""
+    """Compare the predictions of a text through a cache with the full-precision model's: `evaluate_caches` of one cache."""
     return evaluate_caches([(llama, spec)], token_ids, **options)[0]
 
 
@@ -69,8 +69,8 @@ def evaluate_caches(
     it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per byte. progress: wraps the loop over slices of windows, as tqdm
     would.
 
-    Exact rows of a cache have the model's dtype. Memory beside weights and caches: the hidden states of a batch, and logits of a slice,
-    twice at most 256 MiB (in `chunked`: of a chunk). ValueError, in one line, where the request does not fit the text or the model.
+    Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the hidden states of a batch, and logits of a
+    slice, twice at most 256 MiB (in `chunked`: of a chunk). ValueError, in one line, where the request does not fit the text or the model.
     """
     ids = np.asarray(token_ids)
     specs = [parse(spec) for _, spec in candidates]
@@ -80,7 +80,7 @@ def evaluate_caches(
     begins, lengths = np.array([w.begin for w in cut]), np.array([w.end - w.begin for w in cut], np.int32)
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
-    exact, found = _run(candidates, rows, lengths, settings, progress)
+    exact, compared = _run(candidates, rows, lengths, settings, progress)
     row, position = np.nonzero(inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None]))
     index = begins[row] + position
     utf8_bytes = None if token_bytes is None else int(np.asarray(token_bytes)[index].sum())
@@ -97,7 +97,7 @@ def evaluate_caches(
             agrees=agrees[row, position],
             utf8_bytes=utf8_bytes,
         )
-        for spec, (nats, kl, agrees) in zip(specs, found, strict=True)
+        for spec, (nats, kl, agrees) in zip(specs, compared, strict=True)
     )
 
 
@@ -166,15 +166,15 @@ def _run(
     settings: Settings,
     progress: Progress[Any] | None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
-    """Return (-log p of the exact model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of row r,
-    predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified."""
+    """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of
+    row r, predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified."""
     count, width = rows.shape
     size = min(settings.batch, count)
     batches = -(-count // size)
     parts = slices(settings.mode, width, size, candidates[0][0].config.vocab_size, settings.chunk, settings.prompt, settings.step)
     padded = parts[-1].stop + 1
     exact = np.full((batches * size, padded), np.nan, np.float32)
-    found = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
+    compared = [(exact.copy(), exact.copy(), np.zeros(exact.shape, bool)) for _ in candidates]
     specs = [parse(spec) for _, spec in candidates]
     reference, through = None, []
     work = [(number, part) for number in range(batches) for part in parts]
@@ -189,10 +189,10 @@ def _run(
         assert reference is not None, "the first slice made it"
         predicted = slice(part.first + 1, part.stop + 1)
         logits, exact[here, predicted] = reference(part)
-        for cache, terms in zip(through, found, strict=True):
+        for cache, terms in zip(through, compared, strict=True):
             for whole, term in zip(terms, cache(part, logits), strict=True):
                 whole[here, predicted] = term
-    return exact[:count, :width], [tuple(term[:count, :width] for term in terms) for terms in found]
+    return exact[:count, :width], [tuple(term[:count, :width] for term in terms) for terms in compared]
 
 
 def _batch(rows: Int[np.ndarray, "R T"], lengths: Int[np.ndarray, "R"], index: Int[np.ndarray, "B"], padded: int) -> Batch:

@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 
 class TokenizedText(NamedTuple):
-    """ids [n] int32; bytes [n] of each token, None where the tokenizer does not say where its tokens are in the text."""
+    """The tokens of a text. ids [n] int32; bytes [n] of each token, None where the tokenizer gives no offsets."""
 
     ids: Int[np.ndarray, "n"]
     bytes: Int[np.ndarray, "n"] | None
@@ -26,8 +26,8 @@ def tokenize(tokenizer: Any, text: str) -> TokenizedText:
     """
     if not getattr(tokenizer, "is_fast", False):
         return TokenizedText(np.asarray(tokenizer(text, verbose=False).input_ids, np.int32), None)
-    found = tokenizer(text, verbose=False, return_offsets_mapping=True)
-    ends = np.maximum.accumulate(np.asarray([end for _, end in found.offset_mapping], np.int64), axis=0)
+    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True)
+    ends = np.maximum.accumulate(np.asarray([end for _, end in encoded.offset_mapping], np.int64), axis=0)
     characters = np.fromiter((len(c.encode()) for c in text), np.int64, len(text))
     before = np.concatenate([[0], np.cumsum(characters)])  # bytes before each character
-    return TokenizedText(np.asarray(found.input_ids, np.int32), np.diff(before[ends], prepend=0))
+    return TokenizedText(np.asarray(encoded.input_ids, np.int32), np.diff(before[ends], prepend=0))

@@ -1,12 +1,12 @@
 """Run a text through a cache in one of three modes, a slice of positions at a time.
 
     decode    token after token through the cache, as generation reads it. The truth. A step of several tokens equals as many
-              single steps and is quicker; single ones are what fused kernels serve, where a GPU has them.
-    chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the cache. What serving does with a prompt.
-    fake      one forward pass in which every token is quantized (forward.py). What papers simulate.
+              single steps and is quicker; fused kernels, where a GPU has them, serve single ones.
+    chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the cache. Servers treat prompts this way.
+    fake      one forward pass in which every token is quantized (forward.py). Papers simulate this.
 
-Every mode walks over the same slices of positions, and all caches walk together: the exact logits of a slice are made once, compared with
-those of each cache, and forgotten.
+Every mode walks over the same slices of positions, and all caches walk together: the full-precision logits of a slice are computed once,
+compared with those of each cache, and dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 STEP = 31  # tokens of one decode step. Odd, so that steps end everywhere in a block: at its end nothing is missing that was lost inside
 CHUNK = 256  # tokens of a chunk of `chunked`, and of a slice in the other modes where its logits are not too large
-SLICE_BYTES = 1 << 28  # of a slice's exact fp32 logits; those of one cache take as many
+SLICE_BYTES = 1 << 28  # of a slice's full-precision logits, fp32; those of one cache take as many
 
 
 class Slice(NamedTuple):
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
 
 
 class Reference:
-    """The exact model on a batch: (logits, -log p of the following tokens) of a slice."""
+    """The full-precision model on a batch: (logits, -log p of the following tokens) of a slice."""
 
     def __init__(self, llama: Llama, batch: Batch):
         self.llama, self.batch = llama, batch
@@ -79,7 +79,7 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch: returns the terms of slice after slice, which must be given in order."""
+    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order."""
 
     def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP):
         self.llama, self.mode, self.batch, self.step = llama, mode, batch, step

@@ -25,14 +25,14 @@ class Window(NamedTuple):
 
 def windows(tokens: int, window: int, stride: int, prompt: int = 0) -> tuple[Window, ...]:
     """Return the windows of a text, without those that score nothing. The first `prompt` tokens of a window are not scored."""
-    found, scored = [], 0
+    cut, scored = [], 0
     for begin in range(0, tokens, stride):
         end = min(begin + window, tokens)
-        found.append(Window(begin, end, max(scored - begin, prompt, 1)))
+        cut.append(Window(begin, end, max(scored - begin, prompt, 1)))
         scored = end
         if end == tokens:
             break
-    return tuple(w for w in found if w.first < w.end - w.begin)
+    return tuple(w for w in cut if w.first < w.end - w.begin)
 
 
 def check_windows(config: LlamaConfig, token_ids: Integers, window: int, stride: int, prompt: int = 0) -> None:

@@ -43,13 +43,13 @@ def collect(
     config, settings = plain.config, plan.settings
     started = time.perf_counter()
     pairs = [(c.llama, c.spec) for c in candidates]
-    found = evaluate_caches(pairs, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=progress)
+    evaluations = evaluate_caches(pairs, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=progress)
     seconds = time.perf_counter() - started
     inputs = maps.layer_inputs(plain, jnp.asarray(text.ids[: plan.sample]))
     shown = (progress or (lambda items, _: items))(candidates, "comparing keys and values")
     errors = [maps.errors(candidate.llama, candidate.spec, inputs) for candidate in shown]
     speed = times.decode_times(timed(plain, candidates), plan.contexts, plan.steps, progress) if plan.contexts else None
-    first = found[0]
+    first = evaluations[0]
     parts = first.by_position(plan.buckets)
     return schema.Report(
         format=schema.FORMAT,
@@ -61,7 +61,7 @@ def collect(
         positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
         exact=schema.Exact(finite(first.exact_perplexity), finite(first.exact_bits_per_byte), tuple(finite(p.exact_nats) for p in parts)),
         caches=tuple(
-            _cache(c.name, e, config, e.by_position(plan.buckets), own) for c, e, own in zip(candidates, found, errors, strict=True)
+            _cache(c.name, e, config, e.by_position(plan.buckets), own) for c, e, own in zip(candidates, evaluations, errors, strict=True)
         ),
         speed=speed,
         tokens_of_sample=int(inputs[0].positions.size),

@@ -12,7 +12,7 @@ from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, few, figure, la
 from kvq_tools.report.schema import ArrayBytes, Report
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
-KINDS = {"codes": 1.0, "exact rows": 0.85, "scales and zeros": 0.62, "outliers": 0.5, "prompt statistics": 0.38, "exact windows": 0.2}
+KINDS = {"codes": 1.0, "unquantized rows": 0.85, "scales and zero points": 0.62, "outliers": 0.5, "prompt statistics": 0.38, "windows": 0.2}
 
 
 def sizes(report: Report) -> Picture:
@@ -57,7 +57,7 @@ def sizes(report: Report) -> Picture:
         title=f"What a cache of {report.request.capacity} tokens is made of, layer by layer",
         reading="One panel for each cache, one bar for each layer, all on the same scale; the colours of a bar are its parts, "
         "from the bottom: keys, then values (or what holds both). "
-        "Exact windows and prompt statistics do not grow with the context; the rest does.",
+        "Windows, which hold tokens in full precision, and prompt statistics do not grow with the context; the rest does.",
         alt="Stacked bars of bytes by layer and part. " + "; ".join(f"{c.name}: {c.bytes} bytes in all" for c in caches) + ".",
         wide=True,
         draw=draw,
@@ -67,21 +67,21 @@ def sizes(report: Report) -> Picture:
 def kind_of(name: str) -> str:
     """Return the use of a cache's array."""
     if name in ("ring", "sink"):
-        return "exact windows"
+        return "windows"
     if name == "stats":
         return "prompt statistics"
     if name.endswith(("scale", "zero")):
-        return "scales and zeros"
-    return {"outliers": "outliers", "rows": "exact rows"}.get(name, "codes")
+        return "scales and zero points"
+    return {"outliers": "outliers", "rows": "unquantized rows"}.get(name, "codes")
 
 
 def grouped(layer: Sequence[ArrayBytes]) -> dict[tuple[str, str], int]:
     """Add up a layer's bytes by side and kind."""
-    found: dict[tuple[str, str], int] = {}
+    totals: dict[tuple[str, str], int] = {}
     for part in layer:
         key = part.side, kind_of(part.name)
-        found[key] = found.get(key, 0) + part.bytes
-    return found
+        totals[key] = totals.get(key, 0) + part.bytes
+    return totals
 
 
 def speed(report: Report) -> Picture | None:

@@ -82,7 +82,7 @@ def errors(report: Report) -> Picture | None:
         name="errors",
         title="What quantizing every token changes",
         reading="One row of pixels for each layer, one column for each channel: the mean distance between a key or value and what "
-        f"the cache makes of it, over the first {report.tokens_of_sample} tokens of the text, none kept in an exact window. "
+        f"the cache makes of it, over the first {report.tokens_of_sample} tokens of the text, none kept in a full-precision window. "
         "Percentages are ||x^ - x|| / ||x||, from the best layer to the worst. "
         "It shows where a method errs, not how much that costs: KL does." + not_shown,
         alt="Heat maps of the mean error of keys and values by layer and channel. "
@@ -98,10 +98,10 @@ def _matrix(layers: tuple[LayerErrors, ...], side: str) -> Float[np.ndarray, "la
 
 
 def _relative(layers: tuple[LayerErrors, ...], side: int) -> str:
-    found = [value for layer in layers if (value := (layer.k_relative, layer.v_relative)[side]) is not None]
-    if not found:
+    values = [value for layer in layers if (value := (layer.k_relative, layer.v_relative)[side]) is not None]
+    if not values:
         return "not finite"
-    return f"{100 * min(found):.3g} to {100 * max(found):.3g} %" if max(found) else "exact"
+    return f"{100 * min(values):.3g} to {100 * max(values):.3g} %" if max(values) else "exact"
 
 
 def _norm(matrices: list[np.ndarray]) -> Any:

@@ -1,4 +1,4 @@
-"""Write the page: one HTML file with everything in it, from a report's numbers and its pictures."""
+"""Write the page: one HTML file with everything in it, from a report's numbers and pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "–"
 
 
 class Table(NamedTuple):
-    """The first column names a row; the others are numbers."""
+    """A table whose first column names the rows; the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -37,11 +37,11 @@ def sections(report: Report) -> tuple[Section, ...]:
     """Return the sections of the page, in their order."""
     request, speed = report.request, cost.speed(report)
     scored = f"{report.text.scored} tokens, each predicted after at most {request.capacity - 1} others"
-    found = [
+    parts = [
         Section(
             "Quality against size",
             f"KL, perplexity and sizes are of the same run: {scored}, read through the cache itself ({_mode(report)}). "
-            f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the exact windows weigh less, "
+            f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the full-precision windows weigh less, "
             "and a cache moves towards its body's bits (table below).",
             (quality.pareto_kl(report), quality.pareto_perplexity(report)),
         ),
@@ -50,7 +50,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     ]
     if report.speed is not None and speed is not None:
         machine = report.speed.machine
-        found.append(
+        parts.append(
             Section(
                 "Speed",
                 f"Measured on {machine.device} ({machine.cores} cores, JAX {machine.jax_version}), in {report.model.dtype}; "
@@ -61,12 +61,12 @@ def sections(report: Report) -> tuple[Section, ...]:
             )
         )
     errors = heat.errors(report)
-    found.append(Section("Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))))
-    return tuple(found)
+    parts.append(Section("Keys, values and errors", "", (heat.magnitudes(report), *([errors] if errors else []))))
+    return tuple(parts)
 
 
 def numbers(report: Report) -> Table:
-    """Return the main table: a row for the exact model and one for each cache."""
+    """Return the main table: a row for the full-precision model and one for each cache."""
     columns = [
         "cache",
         "front",
@@ -169,8 +169,8 @@ def _errors(report: Report) -> list[tuple[str, ...]]:
     rows = []
     for n, cache in enumerate(report.caches, 1):
         for side in ("k", "v"):
-            found: list[Any] = [getattr(layer, f"{side}_relative") for layer in cache.errors]
-            rows.append((f"{n} {cache.name}: {side}", *(NOTHING if value is None else f"{value:.4g}" for value in found)))
+            relative: list[Any] = [getattr(layer, f"{side}_relative") for layer in cache.errors]
+            rows.append((f"{n} {cache.name}: {side}", *(NOTHING if value is None else f"{value:.4g}" for value in relative)))
     return rows
 
 

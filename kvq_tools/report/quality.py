@@ -41,13 +41,17 @@ def pareto_kl(report: Report) -> Picture:
     def draw(theme: Theme) -> Any:
         return _pareto(report, theme, "kl", "mean KL(p || q), nats", floor, None)
 
-    note = " A point on the lower edge is below the scale: its predictions are those of the exact model." if len(seen) < len(shown) else ""
+    note = (
+        " A point on the lower edge is below the scale: its predictions are those of the full-precision model."
+        if len(seen) < len(shown)
+        else ""
+    )
     return Picture(
         name="pareto_kl",
         title="KL against size",
         reading="Lower and further left is better: a lower point predicts more like the model without a cache, a point further left "
         "stores fewer bits. Filled points, joined by the line, are the front: no other cache is both smaller and closer." + note,
-        alt=_pareto_alt(report, "kl", "KL to the exact model"),
+        alt=_pareto_alt(report, "kl", "KL to full precision"),
         wide=False,
         draw=draw,
     )
@@ -191,7 +195,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
             title="Perplexity by position",
             reading="Each point is a part of the window. The wide line is the model without a cache; "
             "a cache that leaves it towards the right loses quality as the context grows.",
-            alt=f"Line plot of perplexity over {span} of the window for the exact model and {len(report.caches)} caches.",
+            alt=f"Line plot of perplexity over {span} of the window for the full-precision model and {len(report.caches)} caches.",
             wide=False,
             draw=perplexity,
         ),

@@ -34,7 +34,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """dtype: of weights, activations and exact rows. positions: those that the model was trained for. parameters: the number of weights."""
+    """The model. dtype: of weights, activations and full-precision rows. positions: those it was trained for. parameters: its weights."""
 
     name: str
     family: str
@@ -49,7 +49,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """tokens: those read. scored: those predicted. scored_bytes: their UTF-8 bytes, null where the tokenizer does not say."""
+    """The text. tokens: those read. scored: those predicted. scored_bytes: their UTF-8 bytes, null where the tokenizer does not say."""
 
     name: str
     tokens: int
@@ -59,8 +59,8 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The settings of the evaluation; see `kvq eval --help`. capacity: tokens of a cache whose bytes are given; bf16_bytes: of K and V in
-    full."""
+    """The settings of the evaluation; see `kvq eval --help`. capacity: tokens of a cache whose bytes are given; bf16_bytes: of all K and V
+    in bfloat16."""
 
     mode: str
     window: int
@@ -94,8 +94,8 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayBytes:
-    """The bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (exact), ring and sink (windows),
-    ..."""
+    """The bytes of one array of one layer. side: k, v, or kv for both; name: words, scale, zero, rows (full precision), ring and sink
+    (windows), ..."""
 
     side: str
     name: str
@@ -121,11 +121,11 @@ class CacheNumbers:
     """One cache. name: as it was asked for; spec: its canonical form.
 
     perplexity .. agreement   of the text, as `kvq eval` gives them
-    bytes .. bits_per_element of a cache of `Request.capacity` tokens, exact windows included, with exact rows in bfloat16
+    bytes .. bits_per_element of a cache of `Request.capacity` tokens, windows included, with full-precision rows in bfloat16
     body_bits_per_element     windows left out
     parameter_bytes, working_bytes   beside the cache: made once for the model, and needed during a step
     nats, kl_by_position, flips_by_position   by position
-    flips                     places in the text where the likeliest token is not the exact model's
+    flips                     places in the text where the likeliest token is not the full-precision model's
     sizes                     by layer; they add up to `bytes` less the cache's lengths (4 bytes)
     errors                    by layer
     """
@@ -245,14 +245,14 @@ def dump(report: Report) -> str:
 def read(path: str | os.PathLike[str]) -> Report:
     """Read the report in a file. ValueError, in one line, where it is not one; OSError where there is no such file."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        written = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        written = stored.get("format") if isinstance(stored, dict) else None
         raise ValueError(f"{os.fspath(path)!r} is not a {FORMAT!r}: its format is {written!r}")
     try:
-        report = _typed(Report, found, "report")
+        report = _typed(Report, stored, "report")
         _check_lengths(report)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)!r}: {error}") from error
@@ -284,9 +284,9 @@ def _check_lengths(report: Report) -> None:
     """Raise ValueError where lists that belong together have different lengths."""
     positions, layers, channels = len(report.positions), report.model.layers, report.model.kv_heads * report.model.head_dim
 
-    def equal(what: str, found: int, wanted: int) -> None:
-        if found != wanted:
-            raise ValueError(f"{what} has {found} entries, not {wanted}")
+    def equal(what: str, entries: int, wanted: int) -> None:
+        if entries != wanted:
+            raise ValueError(f"{what} has {entries} entries, not {wanted}")
 
     if not report.caches:
         raise ValueError("caches is empty")

@@ -56,7 +56,7 @@ def decode_times(
             own.append(taken)
         reads = [stepper.reads for stepper in steppers]
     machine = Machine(device_name(), os.cpu_count() or 0, jax.__version__, (*load, _load()))
-    times = (StepTimes(c.name, str(c.spec), how, tuple(own)) for c, how, own in zip(candidates, reads, samples, strict=True))
+    times = (StepTimes(c.name, str(c.spec), read, tuple(own)) for c, read, own in zip(candidates, reads, samples, strict=True))
     return Speed(tuple(contexts), machine, tuple(times))
 
 

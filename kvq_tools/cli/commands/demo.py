@@ -37,7 +37,7 @@ FEWEST_TOKENS = 32  # of a text, so that both halves mean something
 DESCRIPTION = f"""\
 Runs a model with several caches and compares them. The first half of a text is the prompt. Each cache then
 (1) continues it greedily and (2) predicts the second half token by token, reading what it stored: that gives the
-perplexity. Bytes are those of the whole cache at the text's length, exact windows included, beside a dense bf16 cache
+perplexity. Bytes are those of the whole cache at the text's length, windows included, beside a dense bf16 cache
 of the same capacity; tokens/s is decoding alone, compilation not counted.
 Without arguments: the embedded model, the opening of Pride and Prejudice, and {", ".join(CACHES)}."""
 
@@ -211,7 +211,7 @@ def _print(result: dict[str, Any]) -> None:
     columns = ("cache", "perplexity", "first tokens as dense", "cache bytes", "ratio to bf16", "bits/element", "tokens/s")
     title = (
         f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes at {result['capacity']} tokens, "
-        f"exact windows included (bf16: {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took "
+        f"windows included (bf16: {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took "
         f"{result['compile_seconds']:.0f} s for all"
     )
     print_table(title, columns, rows, numeric=columns[1:])

@@ -25,7 +25,7 @@ LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 DESCRIPTION = f"""\
-Tells layer by layer what a cache will apply to a model and what it will leave exact, and why: resolved bits and groups,
+Tells layer by layer what a cache will apply to a model and what it will leave in full precision, and why: resolved bits and groups,
 packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim, QK-norm, RoPE,
 sliding window and the key projection's bias, and warns of what is known to go wrong. Says whether the cache needs a
 calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
@@ -95,8 +95,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int) -> dict[str, Any]:
-    """Describe both sides of a layer (`kv` where both are read from the same rows), why a side is left exact where it is, and why no GPU
-    kernel reads it where none does (else None)."""
+    """Describe both sides of a layer (`kv` where both are read from the same rows), the reason that one is left in full
+    precision, and the reason that no GPU kernel reads the layer (None where one does)."""
     skipped = index in spec.skip_layers
     if skipped:
         reason = "skip_layers names it"
@@ -148,7 +148,7 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
         + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
         "sliding_window": _sliding_window(hf),
         "outliers": _outliers(config, spec),
-        "k_proj_bias": _bias_in_words(config, biases) + ("; subtracted before keys are coded" if spec.subtract_bias else ""),
+        "k_proj_bias": _bias_in_words(config, biases) + ("; subtracted before keys are quantized" if spec.subtract_bias else ""),
         "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
     }
 
@@ -160,11 +160,15 @@ def rebuilds_keys(spec: kvq.CacheSpec, config: LlamaConfig) -> bool:
 
 def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
     width, fraction = config.num_key_value_heads * config.head_dim, kvq.outlier_fraction(spec, config)
-    return f"exact slots for {fraction:.2%} of all elements; a token has {width} of each side" if fraction else "none kept exact"
+    return (
+        f"full-precision slots for {fraction:.2%} of all elements; a token has {width} of each side"
+        if fraction
+        else "none kept in full precision"
+    )
 
 
 def _sliding_window(hf: dict[str, Any]) -> str:
-    """An active window is refused when the config is read, so what is left has no effect."""
+    """Describe the sliding window. An active one is refused when the config is read, so what is left has no effect."""
     window = hf.get("sliding_window")
     return "none" if window is None else f"{window} in config.json, inactive: every layer attends to all tokens"
 
@@ -225,10 +229,10 @@ def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file
     stored = _stored_weights(model)
     with input_errors():
         own = None if stored is None else fingerprint_of(config, stored.read)
-        found = check_calibration(spec, config, file, own)
-    assert found is not None, "a file is refused where none is needed"
+        calibration = check_calibration(spec, config, file, own)
+    assert calibration is not None, "a file is refused where none is needed"
     compared = "fits this cache and model" if own else "fits this cache; the weights are not in a local directory and were not compared"
-    origin = found.origin
+    origin = calibration.origin
     return f"{compared}: {origin.samples} samples of {origin.length} tokens of {origin.text}, seed {origin.seed}, {origin.dtype}", []
 
 
@@ -237,18 +241,20 @@ def calibration_state(model: str, config: LlamaConfig, spec: kvq.CacheSpec, file
 
 def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
     """Return the known problems of this cache with this model, one sentence each."""
-    spec, found = cache.spec, []
+    spec, problems = cache.spec, []
     windows = spec.sink + spec.recent + spec.block
     if any(plan.quantizes for plan in cache.plans) and not spec.regions(cache.capacity).body_capacity:
-        found.append(f"nothing is quantized within {cache.capacity} tokens: the exact windows hold sink + recent + block = {windows}")
+        problems.append(
+            f"nothing is quantized within {cache.capacity} tokens: the full-precision windows hold sink + recent + block = {windows}"
+        )
     if config.rope.rope_type == "dynamic":
-        found.append(
+        problems.append(
             f"rope type dynamic: the base is frozen from the capacity ({cache.capacity}), since cached keys keep their rotation; "
             f"output equals Hugging Face's up to {config.max_position_embeddings} tokens"
         )
     if config.head_dim not in kernel_readers.HEAD_DIMS:
-        found.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
-    return found + _padding_warnings(cache) + _bias_warnings(cache, biases)
+        problems.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
+    return problems + _padding_warnings(cache) + _bias_warnings(cache, biases)
 
 
 def _padding_warnings(cache: kvq.Cache) -> list[str]:
@@ -265,23 +271,23 @@ def _padding_warnings(cache: kvq.Cache) -> list[str]:
 
 def _bias_warnings(cache: kvq.Cache, biases: list[np.ndarray] | None) -> list[str]:
     """Warn of large key biases: channels that share a scale are quantized with the step of the one with the largest constant part."""
-    found = []
+    problems = []
     for layer, (plan, bias) in enumerate(zip(cache.plans, biases or [], strict=False)):
         bits, largest = plan.k.channel_group_bits, float(np.abs(bias).max())
         if bits is None or largest < LARGE_BIAS:
             continue
         if plan.k.normalizes_channels:
-            found.append(
+            problems.append(
                 f"layer {layer}: k_proj bias up to {largest:.3g}; dividing keys by their channel's norm removes only its square root: "
                 "add subtract_bias=true"
             )
         else:
             step = 2 * largest / (2**bits - 1)
-            found.append(
+            problems.append(
                 f"layer {layer}: k_proj bias up to {largest:.3g} makes steps of about {step:.3g} in per-token key groups, "
                 f"which erases smaller channels; add subtract_bias=true, or use per-channel keys (k=kivi) or skip_layers={layer}"
             )
-    return found
+    return problems
 
 
 # --- text ---------------------------------------------------------------------------------------------------------------------------------
@@ -294,7 +300,7 @@ def _print(result: dict[str, Any]) -> None:
     for _, group in groupby(result["layers"], key=lambda layer: {k: v for k, v in layer.items() if k not in ("layer", "k_proj_bias")}):
         run = list(group)
         first, last = run[0]["layer"], run[-1]["layer"]
-        what = "quantized" if run[0]["quantized"] else "exact"
+        what = "quantized" if run[0]["quantized"] else "full precision"
         sides = (_side_text(run[0]["kv"]), "from the same rows") if "kv" in run[0] else (_side_text(run[0]["k"]), _side_text(run[0]["v"]))
         rows.append(
             (
@@ -307,7 +313,7 @@ def _print(result: dict[str, Any]) -> None:
         )
     title = (
         f"{result['cache']} at {result['context']} tokens: {regions['body']} in the body, "
-        f"exact windows sink {regions['sink']}, recent {regions['recent']}, block {regions['block']}"
+        f"full-precision windows sink {regions['sink']}, recent {regions['recent']}, block {regions['block']}"
     )
     print_table(title, ("layers", "is", "because", "keys", "values", "GPU kernel"), rows)
     biases = [

@@ -25,7 +25,7 @@ Reads a text with a model whose keys and values go through each cache SPEC, and 
   perplexity, bits/byte    of the text: exp(mean -log q), and in bits for each UTF-8 byte of the scored tokens
   KL                       mean KL(p || q) of the predicted distributions, p without a cache, q through it
   top-1 agreement          how often the likeliest next token is the same; where it is not, the cache flips it
-  cache bytes              of one sequence of --window tokens, exact windows included, with exact rows in bfloat16
+  cache bytes              of one sequence of --window tokens, windows included, with full-precision rows in bfloat16
 
 The text is read in windows of W tokens, one every S tokens, each with an empty cache. A token is scored once, in the
 first window that holds it: after the first window, with at least W - S tokens before it. With S = W the windows do not
@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> None:
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
     started = time.perf_counter()
-    found = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
-    result = report(options, config, text, settings, found, time.perf_counter() - started)
+    evaluations = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
+    result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
     print_json(result) if options.json else _print(result)
 
 
@@ -70,11 +70,11 @@ def report(
     config: LlamaConfig,
     text: TokenizedText,
     settings: Settings,
-    found: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation],
     seconds: float,
 ) -> dict[str, Any]:
     """Return all numbers, from the evaluations of the caches in their order."""
-    first = found[0]
+    first = evaluations[0]
     parts = first.by_position(options.buckets)
     bf16 = kvq.dense_nbytes(config, 1, first.window)
     return {
@@ -96,7 +96,7 @@ def report(
             "bits_per_byte": finite(first.exact_bits_per_byte),
             "by_position": {"nats": [finite(b.exact_nats) for b in parts]},
         },
-        "caches": [_cache_report(name, e, config, bf16, options) for (name, _), e in zip(options.cache, found, strict=True)],
+        "caches": [_cache_report(name, e, config, bf16, options) for (name, _), e in zip(options.cache, evaluations, strict=True)],
     }
 
 

@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and exact rows (default: %(default)s)"
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and full-precision rows (default: %(default)s)"
     )
 
 
@@ -189,7 +189,9 @@ def _report(
 def footer(done: dict[str, Any]) -> str:
     """Return the report as one line."""
     live, outliers = done["prompt_tokens"] + done["new_tokens"], done["outliers"]
-    sparse = f"{outliers['exact']} outliers exact, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
+    sparse = (
+        f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
+    )
     return (
         f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
         f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "

@@ -48,7 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", metavar="SIZE", type=inputs.byte_size, help="also print the largest context whose cache fits, for example 24GiB"
     )
-    parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of exact rows, the model's (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of full-precision rows, the model's (default: %(default)s)"
+    )
     memory_roofline.add(parser)
 
 
@@ -166,7 +168,7 @@ def _print(result: dict[str, Any]) -> None:
         if c["paper_layout_bytes"] is not None:
             print(f"{c['name']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the paper's layout")
         if c["outlier_fraction"]:
-            print(f"{c['name']}: exact slots for {c['outlier_fraction']:.3%} of all elements")
+            print(f"{c['name']}: full-precision slots for {c['outlier_fraction']:.3%} of all elements")
         if c["paper_bits_per_element"] is not None:
             print(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
     if result["device"] is not None:

@@ -18,8 +18,8 @@ REFERENCE_DIMS = CacheDims(  # Llama-3.1-8B; all layers, for a method may treat 
 )
 
 DESCRIPTION = """\
-Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its exact
-windows, and the average bits that it stores for an element of the quantized body (scales, zeros and padding included,
+Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its
+full-precision windows, and the average bits that it stores for an element of the quantized body (scales, zeros and padding included,
 windows not) at head_dim 128."""
 
 
@@ -69,7 +69,7 @@ def _print_method(method: dict[str, Any]) -> None:
     print(f"{method['name']}: {method['summary']}")
     print(f"  source: {method['source']}")
     print(f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}")
-    print(f"  exact windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
+    print(f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
     for name, options in method["presets"].items():
         print(f"  preset={name}: {options}")
     rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]

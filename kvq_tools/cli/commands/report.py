@@ -107,7 +107,7 @@ def _made(options: argparse.Namespace) -> schema.Report:
         raise UserError(f"--cache {twice[0]} is given twice")
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
-    _directory(options.out)  # found wrong now rather than at the end
+    _directory(options.out)  # fails now rather than at the end
     with progress(f"loading {options.model}"), input_errors():
         plain, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
         prepared = zip(options.cache, files, strict=True)

@@ -22,7 +22,7 @@ PROBE_TOKENS = 256  # random tokens on which both models are compared
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 DESCRIPTION = f"""\
-Writes a Hugging Face checkpoint that computes what MODEL computes with an exact cache, and whose cache is harder to
+Writes a Hugging Face checkpoint that computes what MODEL computes with a full-precision cache, and whose cache is harder to
 quantize: what large models have and small ones lack. Compare `kvq` commands on MODEL and on DIR: whatever differs is the
 cache's doing.
 

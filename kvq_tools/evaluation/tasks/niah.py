@@ -63,7 +63,7 @@ PLURAL = {"Some": "Some", "are": "are", "are_all": "are all"}
 
 
 def _form(number: dict[str, str], things: str, keys: str, context: str) -> tuple[str, str]:
-    """(the prompt up to the question, what the answer begins with)."""
+    """Return (the prompt up to the question, the beginning of the answer)."""
     words = number | {"things": things, "keys": keys}
     return "\n".join((OPENING.format(**words), context, QUESTION.format(**words))), ANSWER_PREFIX.format(**words)
 
@@ -135,7 +135,7 @@ class Hidden:
         return tuple(value for _, value in self.pairs[: self.kind.asked * self.kind.values_each])
 
     def question(self, haystack: Sequence[str]) -> tuple[str, str]:
-        """(the prompt up to the question, what the answer begins with)."""
+        """Return (the prompt up to the question, the beginning of the answer)."""
         lines = list(haystack)
         for depth, needle in sorted(zip(self.depths, self.needles(), strict=True), reverse=True):
             lines.insert(round(depth * len(haystack)), needle)

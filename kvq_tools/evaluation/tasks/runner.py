@@ -65,8 +65,8 @@ def run(
     progress: Progress[Any] | None = None,
     message: str = "running",
 ) -> Iterator[Answer]:
-    """Answer samples greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); exact rows have its
-    dtype.
+    """Answer samples greedily, in no particular order. `llama` carries what the cache needs (`kvq_models.prepare`); full-precision rows
+    have its dtype.
 
     batch: the most prompts that run together; the scores do not depend on it (but for the rounding of sums). Generation ends at the
     model's end-of-sequence tokens, at a sample's max_new_tokens, or where the task is finished with all texts of a batch. Samples
@@ -74,8 +74,8 @@ def run(
     """
     rows = list(batches(samples, llama.config, batch))
     for indices in rows if progress is None else progress(rows, message):
-        found = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
-        for index, (text, tokens) in dict(zip(indices, found, strict=True)).items():
+        answers = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
+        for index, (text, tokens) in dict(zip(indices, answers, strict=True)).items():
             yield Answer(index, text, tokens, task.score(samples[index], text))
 
 
@@ -101,10 +101,10 @@ def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample],
         row[: len(sample.prompt)] = sample.prompt
     lengths = np.array([len(sample.prompt) for sample in samples], np.int32)
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
-    ends, found = llama.config.eos_token_ids, []
+    ends, answers = llama.config.eos_token_ids, []
     for so_far in generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends):
         rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
-        found = [(prompts.decode(row), len(row)) for row in rows]
-        if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, _) in zip(rows, samples, found, strict=True)):
+        answers = [(prompts.decode(row), len(row)) for row in rows]
+        if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, _) in zip(rows, samples, answers, strict=True)):
             break
-    return found
+    return answers

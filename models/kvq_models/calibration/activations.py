@@ -1,4 +1,4 @@
-"""The keys and values of one sample, and the gradient of its loss in them.
+"""The keys and values of one sample, and the gradients of its loss with respect to them.
 
     k_l' = k_l + dk_l,   v_l' = v_l + dv_l                        k before RoPE, the perturbations dk and dv zero
     rows       k_l, v_l                                           of every layer, as the exact forward pass has them
@@ -31,7 +31,7 @@ RowsTKH = Shaped[np.ndarray, "T K H"]
 
 
 class Recorded(NamedTuple):
-    """One array of one side of one layer, in the model's dtype: what it is and its [T, K, H] entries."""
+    """One array of one side of one layer, [T, K, H] in the model's dtype, and `what` it holds."""
 
     layer: int
     side: Side
@@ -40,7 +40,7 @@ class Recorded(NamedTuple):
 
 
 class _Scene(NamedTuple):
-    """What every layer of one sample shares."""
+    """The inputs that every layer of one sample shares."""
 
     positions: PositionsBT
     valid: ValidBT
@@ -50,7 +50,7 @@ class _Scene(NamedTuple):
 def perturbed_layer(
     layer: Layer, hidden_BTD: HiddenBTD, dk_BKTH: RowsBKTH, dv_BKTH: RowsBKTH, scene: _Scene
 ) -> tuple[HiddenBTD, tuple[RowsBKTH, RowsBKTH]]:
-    """`layer_forward` of the model with perturbations added to its keys before RoPE and to its values; also those keys and values."""
+    """Run `layer_forward` with perturbations added to the keys before RoPE and to the values; also return those keys and values."""
     inputs = layer.attention_inputs(hidden_BTD, scene.positions, scene.valid, scene.rope)
     k_BKTH, v_BKTH = side_rows(inputs, "k", pre_rope=True), inputs.v
     k_rot_BKTH = rotate(k_BKTH + dk_BKTH, scene.positions, scene.rope)
@@ -68,20 +68,20 @@ def _forward(layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _
 def _backward(
     layer: Layer, hidden_BTD: HiddenBTD, zeros_BKTH: RowsBKTH, scene: _Scene, cotangent_BTD: HiddenBTD
 ) -> tuple[HiddenBTD, tuple[Array, Array]]:
-    """From the gradient in a layer's output to those in its input and in its two perturbations."""
+    """Return the gradients in a layer's input and in its two perturbations from the gradient in its output."""
     _, pull = jax.vjp(lambda h, dk, dv: perturbed_layer(layer, h, dk, dv, scene)[0], hidden_BTD, zeros_BKTH, zeros_BKTH)
     cotangent_BTD, *gradients = pull(cotangent_BTD)
     return cotangent_BTD, _by_token(tuple(gradients))
 
 
 def _by_token(pair: tuple[Array, ...]) -> Any:
-    """[1, K, T, H] to [T, K, H], both of a pair."""
+    """Transpose both arrays of a pair from [1, K, T, H] to [T, K, H]."""
     return tuple(jnp.swapaxes(rows_BKTH[0], 0, 1) for rows_BKTH in pair)
 
 
 @jax.jit
 def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> tuple[Float[Array, ""], HiddenBTD]:
-    """The sum of the losses of a chunk of tokens, and its gradient in the last layer's output."""
+    """Return the summed losses of a chunk of tokens, and the gradient of that sum in the last layer's output."""
 
     def total(hidden_BTD: HiddenBTD) -> Float[Array, ""]:
         logprobs_BTV = jax.nn.log_softmax(llama.logits(hidden_BTD), axis=-1)
@@ -91,10 +91,10 @@ def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> 
 
 
 def record(llama: Llama, window: Int[np.ndarray, " tokens"], write: Callable[[Recorded], None]) -> float:
-    """Runs one sample, gives every layer's rows and gradients to `write`, and returns the mean loss in nats per token.
+    """Run one sample, pass every layer's rows and gradients to `write`, and return the mean loss in nats per token.
 
-    window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are those of the sum of the T losses. ValueError
-    names the first layer and side whose rows or gradients are not finite; what was written before is then of no use.
+    window: T + 1 token ids; the first T are the inputs, at positions 0 to T - 1. Gradients are those of the sum of the T losses. Raises
+    ValueError, naming the first layer and side whose rows or gradients are not finite; what was written before is then of no use.
     """
     tokens_BT = jnp.asarray(window[None], jnp.int32)
     length = tokens_BT.shape[1] - 1

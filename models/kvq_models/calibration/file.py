@@ -1,10 +1,10 @@
-"""A calibration in memory and on disk: one safetensors file, whose header says what it was made from and what it serves.
+"""A calibration in memory and on disk: one safetensors file, whose header records its origin and the caches it serves.
 
     header   format "kvq-calibration", format_version, spec, keys (the options that each layer and side was fitted for), dims,
              model_fingerprint, text, tokens_sha256, samples, length, seed, dtype, loss
     tensors  layers.{i}.{k|v}.{name}, as the codecs' `parameters` declare them
 
-A file is data from outside: no tensor is read before its name, shape and dtype agree with what the asked cache needs of this model.
+A file is untrusted input: no tensor is read before its name, shape and dtype agree with what the requested cache needs of this model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
 
 
 class Array(NamedTuple):
-    """What an array is, without its entries."""
+    """The dtype and shape of an array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,8 +47,8 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a calibration was made from. tokens_sha256 is that of the text's token ids (int32, little-endian); loss is the mean
-    cross-entropy of the samples in nats per token."""
+    """The origin of a calibration: its text and settings. tokens_sha256 hashes the text's token ids (int32, little-endian); loss is the
+    mean cross-entropy of the samples in nats per token."""
 
     text: str
     tokens_sha256: str
@@ -73,7 +73,7 @@ class Calibration:
 
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
-    """Writes the file; it appears whole or not at all. Equal calibrations give equal bytes."""
+    """Write the file; it appears whole or not at all. Equal calibrations give equal bytes."""
     header = {
         "format": FORMAT,
         "format_version": VERSION,
@@ -88,17 +88,17 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
 
 
 def load_calibration(path: str | os.PathLike[str], llama: Llama, spec: CacheSpec | str) -> Calibration:
-    """Reads a calibration for `spec` and this model, after everything about it agrees.
+    """Read a calibration for `spec` and this model, after checking everything about it.
 
-    ValueError, in one line, says that the file is none or cannot be read, or names what differs: the model, the options that it was
-    calibrated for, a layer that it lacks, a tensor that is missing, unknown, of another shape or dtype, or not finite. FileNotFoundError
-    where there is no file.
+    Raises ValueError, in one line, where the file is no calibration or cannot be read, or naming what differs: the model, the options that
+    it was calibrated for, a layer that it lacks, a tensor that is missing, unknown, of another shape or dtype, or not finite.
+    FileNotFoundError where there is no file.
     """
     return read_calibration(path, parse(spec), llama.config, fingerprint(llama))
 
 
 def read_calibration(path: str | os.PathLike[str], spec: CacheSpec, config: ModelDims, model_fingerprint: str | None) -> Calibration:
-    """`load_calibration` for a model whose weights need not be there: a fingerprint of None is not compared."""
+    """Read a calibration as `load_calibration` does, for a model whose weights need not be there: a fingerprint of None is not compared."""
     path, where = Path(path), repr(str(path))
     needed = _needed(where, spec, config)
     if not path.is_file():
@@ -120,7 +120,7 @@ def check(
     config: ModelDims,
     model_fingerprint: str | None,
 ) -> list[str]:
-    """The names of the tensors that `spec` needs, all of which are among `stored`. ValueError, in one line, names what differs."""
+    """Return the names of the tensors that `spec` needs, all of them among `stored`. Raise ValueError, in one line, naming what differs."""
     dims, needed = dims_of(config), _needed(where, spec, config)
     if calibration.dims != dims:
         raise ValueError(f"{where} was calibrated for another model: {_difference(calibration.dims, dims)}")
@@ -144,7 +144,7 @@ def check(
 
 
 def check_tensors(where: str, calibration: Calibration, spec: CacheSpec, config: ModelDims, model_fingerprint: str | None) -> None:
-    """`check` of the tensors that a calibration holds, and that those of floats are finite."""
+    """Run `check` on the tensors that a calibration holds, and check that those of floats are finite."""
     stored = {name: Array(tensor.dtype.name, tensor.shape) for name, tensor in calibration.tensors.items()}
     for name in check(where, calibration, stored, spec, config, model_fingerprint):
         tensor = calibration.tensors[name]
@@ -153,16 +153,16 @@ def check_tensors(where: str, calibration: Calibration, spec: CacheSpec, config:
 
 
 def _needed(where: str, spec: CacheSpec, config: ModelDims) -> dict[str, Need]:
-    found = needs(spec, config)
-    if not found:
+    needed = needs(spec, config)
+    if not needed:
         raise ValueError(f"{str(spec)!r} takes no calibration, but {where} was given")
-    return found
+    return needed
 
 
 def _compare(
     where: str, stored: Mapping[str, Array], promised: Mapping[str, Array], keys: Mapping[str, str], needed: Mapping[str, Need]
 ) -> None:
-    """Tensors of layers and sides that the cache does not need may be there, where the header knows them."""
+    """Compare stored tensors with promised ones. Those of other layers and sides are allowed where the header lists them."""
     for name in stored:
         match = _TENSOR.fullmatch(name)
         if match is None or match[1] not in keys or (match[1] in needed and name not in promised):
@@ -184,7 +184,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _described(path: Path, header: Mapping[str, str]) -> Calibration:
-    """The header as a calibration without tensors."""
+    """Return the header as a calibration without tensors."""
     if header.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a calibration: its header has format={header.get('format')!r}, not {FORMAT!r}")
     if header.get("format_version") != VERSION:
@@ -194,7 +194,7 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
     def read(field: str, reader: Any) -> Any:
         try:
             return reader(header[field])
-        except (KeyError, TypeError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
+        except (KeyError, TypeError, ValueError, RecursionError) as error:  # RecursionError: JSON that is nested too deeply
             raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from error
 
     return Calibration(
@@ -213,7 +213,7 @@ def _array(tensor: Any) -> Array:
 
 
 def _sorted_header(file: bytes) -> bytes:
-    """A safetensors file with its header's fields in order: the library writes metadata in an order that changes from run to run."""
+    """Sort the metadata of a safetensors file by name: the library writes it in an order that changes from run to run."""
     size = int.from_bytes(file[:8], "little")
     header = json.loads(file[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))

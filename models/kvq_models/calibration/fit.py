@@ -47,15 +47,15 @@ def calibrate(
     text: str = "",
     progress: Progress | None = None,
 ) -> Calibration:
-    """The parameters that `spec` needs for this model, from `samples` random windows of `length` tokens of a text.
+    """Fit the parameters that `spec` needs for this model to `samples` random windows of `length` tokens of a text.
 
-    token_ids: the text's tokens. work: a directory for what the samples record, as many bytes as `Store` says; it may be used again for
-    other specs, which then only fits them, and belongs to one model, text, seed, sample count, length and dtype. text: the text's name, for
-    the file. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of each sample are left out of the fit: a cache
-    keeps them exact. The same arguments give the same bytes on the same machine.
+    token_ids: the text's tokens. work: a directory for what the samples record, of the size that `Store` documents; it may be reused for
+    other specs, which then skips the recording, and belongs to one model, text, seed, sample count, length and dtype. text: the text's
+    name, for the file. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of each sample are left out of the fit: a
+    cache keeps them in full precision. The same arguments give the same bytes on the same machine.
 
-    ValueError, in one line, where the spec needs no calibration or does not fit the model, the text is too short, the work directory is
-    another run's, or rows that are not finite (or that the method refuses) name their layer and side. OSError where the disk lacks space.
+    Raises ValueError, in one line, where the spec needs no calibration or does not fit the model, the text is too short, the work directory
+    is another run's, or rows are not finite or refused by the method (then named by layer and side); OSError where the disk lacks space.
     """
     spec, progress = parse(spec), progress or (lambda items, _: items)
     check_request(spec, llama.config, token_ids, samples, length)
@@ -79,13 +79,15 @@ def calibrate(
 
 
 def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: Integers, samples: int, length: int) -> None:
-    """ValueError, in one line, for everything about a request that can be found wrong without the weights."""
+    """Raise ValueError, in one line, for everything in a request that can be refused without the weights."""
     if not needs(spec, config):
         raise ValueError(f"{str(spec)!r} needs no calibration: it can be used as it is")
     check_weights(spec, config)
     text_samples.check(token_ids, samples, length, config)
     if length <= spec.sink:
-        raise ValueError(f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the first {spec.sink} exact")
+        raise ValueError(
+            f"samples of {length} tokens leave none to calibrate with: {str(spec)!r} keeps the first {spec.sink} in full precision"
+        )
 
 
 def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
@@ -94,7 +96,7 @@ def subtracted_bias(codec: Codec, layer: Layer) -> Float[Array, "K H"] | None:
 
 
 def _fitted(store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None) -> dict[str, np.ndarray]:
-    """The parameters of one side of one layer: those that an earlier call kept, or new ones."""
+    """Return the parameters of one side of one layer: those that an earlier call kept, or new ones."""
     options = f"{need.options} without the first {sink} tokens"
     kept = store.fitted(need.layer, need.side, options)
     if kept is not None and _agree(kept, need):
@@ -116,10 +118,10 @@ def _agree(parameters: dict[str, np.ndarray], need: Need) -> bool:
 def _rows(
     store: Store, need: Need, sink: int, rope: Rope, bias: Float[Array, "K H"] | None
 ) -> tuple[Float[np.ndarray, "tokens K H"], Float[np.ndarray, "tokens K H"]]:
-    """What the codec caches of all samples, without their first tokens, and the gradient of the mean loss with respect to it; fp32.
+    """Return the rows that the codec caches, without each sample's first tokens, and the mean loss's gradient in them; fp32.
 
-    Recorded were keys before RoPE, with their bias. Keys after it are k_rot = a R k, with the rotation R and the attention factor a, so the
-    gradient with respect to them is R g / a; a bias changes no gradient.
+    The recorded keys are those before RoPE, with their bias. Keys after it are k_rot = a R k, with the rotation R and the attention factor
+    a, so the gradient with respect to them is R g / a; a bias changes no gradient.
     """
     recorded = store.read(need.layer, need.side)
     samples, length, heads, head_dim = recorded[0].shape

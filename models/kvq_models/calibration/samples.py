@@ -12,9 +12,9 @@ from kvq_models.llama.config import LlamaConfig
 
 
 def draw(token_ids: Integers, samples: int, length: int, seed: int) -> Int[np.ndarray, "{samples} {length}+1"]:
-    """`samples` windows of length + 1 tokens that start anywhere in the text: `length` inputs, each with the token to predict after it.
+    """Draw `samples` windows of length + 1 tokens from anywhere in the text: `length` inputs, each with the token to predict after it.
 
-    The same seed draws the same windows; they may overlap. ValueError where the text has no window of that length.
+    The same seed draws the same windows; they may overlap. Raises ValueError where the text has no window of that length.
     """
     tokens = np.asarray(token_ids)
     starts = np.random.default_rng(seed).integers(0, tokens.size - length, samples)
@@ -22,7 +22,7 @@ def draw(token_ids: Integers, samples: int, length: int, seed: int) -> Int[np.nd
 
 
 def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -> None:
-    """ValueError, in one line, where no samples can be drawn from these tokens for this model."""
+    """Raise ValueError, in one line, where no samples can be drawn from these tokens for this model."""
     tokens = np.asarray(token_ids)
     if samples < 1 or length < 1:
         raise ValueError(f"a calibration needs at least one sample of one token: {samples=}, {length=}")
@@ -35,5 +35,5 @@ def check(token_ids: Integers, samples: int, length: int, config: LlamaConfig) -
 
 
 def sha256(token_ids: Integers) -> str:
-    """sha256 of a text's token ids as little-endian int32: what tells texts apart, whatever their files are called."""
+    """Return the sha256 of a text's token ids as little-endian int32, which tells texts apart whatever their files are called."""
     return hashlib.sha256(np.asarray(token_ids).astype("<i4").tobytes()).hexdigest()

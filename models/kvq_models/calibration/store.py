@@ -1,13 +1,13 @@
-"""The work directory of a calibration: what its samples recorded, and the parameters fitted so far.
+"""The work directory of a calibration: the arrays that its samples recorded, and the parameters fitted so far.
 
-    state.json                  whose samples these are (`Identity`), and the loss of each one that is complete
+    state.json                  the run that the samples belong to (`Identity`), and the loss of each complete sample
     k.rows, k.gradients,        [layers, samples, length, K, H] in the model's dtype, which is all the digits that the forward and the
-    v.rows, v.gradients         backward pass have; gradients of the sum of a sample's losses
+    v.rows, v.gradients         backward pass have; gradients are those of the sum of a sample's losses
     fitted/*.safetensors        one for each layer, side and set of options
 
-One layer and side is one stretch of each file, so fitting it reads nothing else. A sample counts once its loss is in state.json, and a
-fit once its file has its name: an interrupted run loses only what it was at. The samples do not depend on the cache that they are for, so
-one directory serves several.
+Each layer and side is contiguous in its files, so fitting it reads nothing else. A sample counts once its loss is in state.json, and a
+fit once its file has its final name: an interrupted run loses only the step in progress. The samples do not depend on the cache they are
+for, so one directory serves several.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What the samples depend on."""
+    """The inputs that the samples depend on."""
 
     model_fingerprint: str
     tokens_sha256: str
@@ -51,12 +51,13 @@ class Identity:
 
 
 class Store:
-    """An open work directory. `losses` are those of the complete samples, in order."""
+    """An open work directory. `losses` holds one entry for each complete sample, in order."""
 
     def __init__(self, directory: Path, identity: Identity, dims: CacheDims):
-        """Takes up the run of this identity that the directory holds, or begins one in a new or empty directory.
+        """Resume the run of this identity that the directory holds, or begin one in a new or empty directory.
 
-        ValueError, in one line, where the directory holds something else; OSError where the disk lacks the space for the samples to come.
+        Raises ValueError, in one line, where the directory holds something else; OSError where the disk has no space for the samples to
+        come.
         """
         self.directory, self.identity = directory, identity
         self.losses: list[float] = []
@@ -72,7 +73,7 @@ class Store:
 
     @contextmanager
     def sample(self) -> Iterator[SampleWriter]:
-        """Writes the next sample; it is complete when the block ends without an exception."""
+        """Write the next sample; it is complete when the block ends without an exception."""
         with ExitStack() as stack:
             files = {name: stack.enter_context(_opened(self.directory / name)) for name in FILES}
             writer = SampleWriter(files, self._shape, len(self.losses))
@@ -85,27 +86,27 @@ class Store:
         self._write_state()
 
     def read(self, layer: int, side: Side) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, gradients) of one side of one layer, mapped from their files: [samples, length, K, H] in the model's dtype."""
+        """Return (rows, gradients) of one side of one layer, mapped from their files: [samples, length, K, H] in the model's dtype."""
         rows, gradients = (
             np.memmap(self.directory / f"{side}.{what}", self._dtype, "r", shape=self._shape)[layer] for what in ("rows", "gradients")
         )
         return rows, gradients
 
     def fitted(self, layer: int, side: Side, options: str) -> dict[str, np.ndarray] | None:
-        """What was fitted for a layer and side with these options, or None."""
+        """Return the parameters fitted for a layer and side with these options, or None."""
         try:
             return load_file(self._fitted_file(layer, side, options))
         except (FileNotFoundError, SafetensorError):
             return None
 
     def keep(self, layer: int, side: Side, options: str, parameters: dict[str, np.ndarray]) -> None:
-        """Keeps what was fitted."""
+        """Keep fitted parameters."""
         with replacing(self._fitted_file(layer, side, options)) as temporary:
             save_file(parameters, temporary)
 
     @staticmethod
     def delete(directory: Path) -> None:
-        """Deletes a work directory that a run has taken up or begun, with all that it holds."""
+        """Delete a work directory that a run has resumed or begun, with all its files."""
         shutil.rmtree(directory)
 
     def _fitted_file(self, layer: int, side: Side, options: str) -> Path:
@@ -115,13 +116,13 @@ class Store:
         file = self.directory / STATE
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
-            known, found, losses = state["format"] == FORMAT, Identity(**state["identity"]), [float(loss) for loss in state["losses"]]
+            known, stored, losses = state["format"] == FORMAT, Identity(**state["identity"]), [float(loss) for loss in state["losses"]]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{str(file)!r} cannot be read as the state of a calibration; delete {str(self.directory)!r}") from error
         if not known:
             raise ValueError(f"{str(file)!r} was written by another version of kvq; delete {str(self.directory)!r}")
         for field in dataclasses.fields(Identity):
-            theirs, ours = getattr(found, field.name), getattr(self.identity, field.name)
+            theirs, ours = getattr(stored, field.name), getattr(self.identity, field.name)
             if theirs != ours:
                 raise ValueError(
                     f"{str(self.directory)!r} holds the samples of another run: {field.name} is {_short(theirs)} there and {_short(ours)} "
@@ -130,7 +131,7 @@ class Store:
         self.losses = losses
 
     def _check_disk(self) -> None:
-        """Only the samples to come are counted: those recorded before have their place."""
+        """Raise OSError where the samples to come do not fit the disk; those recorded before already have their place."""
         layers, samples, *sample = self._shape
         need = len(FILES) * layers * (samples - len(self.losses)) * int(np.prod(sample)) * self._dtype.itemsize
         existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
@@ -148,7 +149,7 @@ class Store:
 
 
 class SampleWriter:
-    """Writes what `activations.record` gives it to a sample's place in the files. `loss` is the sample's mean loss, set at its end."""
+    """Writer of one sample's arrays to their places in the files. `loss` is the sample's mean loss, set at its end."""
 
     def __init__(self, files: dict[str, BinaryIO], shape: tuple[int, ...], sample: int):
         self.loss: float | None = None
@@ -158,11 +159,13 @@ class SampleWriter:
         file = self._files[f"{recorded.side}.{recorded.what}"]
         array: RowsTKH = np.ascontiguousarray(recorded.array)
         file.seek((recorded.layer * self._shape[1] + self._sample) * array.nbytes)
-        file.write(array.reshape(-1).view(np.uint8).data)  # written, not mapped: a full disk is an error then, and not a dead process
+        file.write(
+            array.reshape(-1).view(np.uint8).data
+        )  # written, not mapped: a full disk then raises an error and does not kill the process
 
 
 def _opened(file: Path) -> BinaryIO:
-    """A file to write into at any place, made where it is missing."""
+    """Open a file for writing at any place; create it where it is missing."""
     file.touch()
     return file.open("r+b")
 

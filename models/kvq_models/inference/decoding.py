@@ -3,8 +3,8 @@
 All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
 go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
 
-A cache may have another dtype than the model: exact rows (all rows of `dense`) are rounded to the cache's, which `init_cache` and
-`load_llama` both set to bfloat16 unless told otherwise. Give both the same for what the exact model computes.
+The cache may have another dtype than the model: full-precision rows (all rows of `dense`) are rounded to the cache's dtype. `init_cache`
+and `load_llama` both choose bfloat16 unless told otherwise. Give both the same dtype to reproduce what the model computes without a cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prefill(
     logits: Literal["last", "all"] = "last",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add prompts to a cache. Return (logits, cache): fp32 [B, V] after the last token of each row, or [B, T, V] for "all".
+    """Add prompts to a cache and return (logits, cache). Logits are fp32: [B, V] after the last token of each row, or [B, T, V] for "all".
 
     tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that
     the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given
@@ -81,11 +81,12 @@ def decode_step(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add generated tokens. token [B] gives logits [B, V]; token [B, T] gives [B, T, V], equal to those of T single steps.
+    """Add generated tokens and return (logits, cache): logits [B, V] for token [B]; [B, T, V] for token [B, T], as T single steps give
+    them.
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
-    implementation (static): reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run. A named one
-    that cannot run raises ValueError with the reason, and so does a cache of another model.
+    implementation (static): the one that reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run.
+    Raises ValueError, with the reason, where a named one cannot run, and for another model's cache.
     """
     check_dims(llama, cache)
     tokens = token if token.ndim == 2 else token[:, None]
@@ -98,8 +99,8 @@ def decode_step(
 
 
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
-    """Return the implementation that reads each layer in a decode step of one token: "xla" or "pallas". ValueError where a named
-    implementation cannot run."""
+    """Return the implementation that reads each layer in a decode step of one token: "xla" or "pallas". Raise ValueError where a
+    named implementation cannot run."""
     heads = cache.dims.num_attention_heads
     chosen = (dispatch.choose(implementation, plan, heads, 1) for plan in cache.plans)
     return tuple("xla" if kernels is None else "pallas" for kernels in chosen)
@@ -139,9 +140,9 @@ def decode_scan(
     reduce: Callable[..., Any],
     step: int,
 ) -> tuple[Any, Cache]:
-    """Decode given tokens, `step` of them after the other, as `decode_step` would. Return (terms, cache).
+    """Decode given tokens, `step` at a time, as `decode_step` would. Return (terms, cache).
 
-    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of arrays [B, step], put together to [B, T]; so
+    terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of arrays [B, step], joined to [B, T], so that
     [B, T, V] logits never exist. Rows have lengths [B] of tokens; logits past them and past the capacity are nan, and nothing is written.
     """
     length = tokens.shape[1]
@@ -191,10 +192,10 @@ def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N
 
 
 def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
-    """Return tokens [B, T] and lengths [B] as int32 arrays; ValueError, in one line, where they do not fit the cache, the vocabulary or the
-    capacity, or the model carries parameters for another cache.
+    """Return tokens [B, T] and lengths [B] as int32 arrays. Raise ValueError, in one line, where they do not fit the cache, the vocabulary
+    or the capacity, or the model carries parameters for another cache.
 
-    `new_tokens` are those that will be generated after them. Traced values cannot be looked at: inside a caller's jit only shapes are
+    `new_tokens` are those that will be generated after them. Traced values cannot be inspected: inside a caller's jit only shapes are
     checked.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
@@ -224,12 +225,12 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
-    """Raise ValueError, in one line, where the cache has the shape of another model's. Looks at static values only."""
+    """Raise ValueError, in one line, where the cache was made for another model's dimensions. Only static values are compared."""
     own, given = dims_of(llama.config), cache.dims
     names = [field.name for field in dataclasses.fields(own)]
     different = [f"{n}={getattr(given, n)} and not {getattr(own, n)}" for n in names if getattr(given, n) != getattr(own, n)]
     if different:
-        raise ValueError(f"the cache is one of another model: it has {', '.join(different)}")
+        raise ValueError(f"the cache was made for another model: it has {', '.join(different)}")
 
 
 def right_padded(sequences: list[list[int]], pad: int = 0) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

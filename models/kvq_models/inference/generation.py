@@ -1,4 +1,4 @@
-"""Generate text: a prompt, then a compiled loop of sample and `decode_step`."""
+"""Generate text: prefill a prompt, then sample and `decode_step` in a compiled loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from kvq_models.inference.decoding import checked_tokens, decode_step, implement
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
 
-STREAM_STEPS = 8  # tokens between two looks at a stream
+STREAM_STEPS = 8  # tokens in a segment of a stream
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """tokens [B, max_new_tokens] int32, of which the first lengths [B] count (the end-of-sequence token included; 0 after it); logprobs
-    like tokens, fp32, under the model's unfiltered softmax. cache holds the prompt and every token that counts, ready for the next turn.
+    """Generated tokens and the cache after them.
+
+    tokens    [B, max_new_tokens] int32; the first `lengths` of a row count, its end-of-sequence token included, and the rest are 0
+    lengths   [B] int32
+    cache     holds the prompt and every token that counts, ready for the next turn
+    logprobs  [B, max_new_tokens] fp32, under the model's unfiltered softmax
     """
 
     tokens: Int[Array, "B new"]
@@ -62,12 +66,12 @@ def generate(
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> Generated:
-    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens, in one compiled loop that stops when every row has met
-    one of `eos_ids`.
+    """Continue prompts [B, T] (right-padded, lengths [B]) by up to max_new_tokens. The compiled loop stops when every row has met one of
+    `eos_ids`.
 
-    Rows that ended freeze: their cache does not change. The same key gives the same tokens. ValueError, before any work, where prompt and
-    new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run (see
-    `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
+    Rows that have ended freeze: their cache does not change. The same key gives the same tokens. Raises ValueError, before any work, where
+    prompt and new tokens exceed the capacity, a prompt is empty, a token is not in the vocabulary, or a named implementation cannot run
+    (see `decode_step`). The given cache's buffers are consumed; go on with `.cache`.
     """
     state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     state = advance(llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
@@ -111,7 +115,7 @@ def start(
     sampling: Sampling,
     implementation: Implementation = None,
 ) -> GenerationState:
-    """Check a request, add its prompts to the cache, and return the loop's first state. Errors as `generate`."""
+    """Check a request, add its prompts to the cache, and return the loop's first state. Raises as `generate`."""
     sampling.check()
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")

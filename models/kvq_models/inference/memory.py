@@ -12,7 +12,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import abstract_llama
 
-CACHE_DTYPE = "bfloat16"  # of exact rows where bytes are counted, whatever the model's
+CACHE_DTYPE = "bfloat16"  # dtype of full-precision rows where bytes are counted, whatever the model's dtype
 
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Method parameters: arrays that a cache method needs beside the codes, calibrated on a text or made from the weights.
 
-The model carries them with the options that they were made for, as static text: `parameters_for` hands them to no cache that needs others.
+The model carries them together with the options they were made for, as static text: `parameters_for` refuses a cache that needs others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that
 
 
 class CacheParameters(tuple[tuple[Tree, Tree], ...]):
-    """(k, v) of every layer: a tree of arrays, or () for a side that needs none. A pytree node whose `made_for` is static."""
+    """Parameters (k, v) of every layer: a tree of arrays, or () for a side that needs none. A pytree node; `made_for` is static."""
 
     made_for: Purpose | None
 
@@ -49,12 +49,12 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = None, progress: Progress | None = None) -> Llama:
-    """Return the model with the parameters of `spec` in its `cache_parameters`; the identity for methods without parameters.
+    """Return the model with the parameters of `spec` in its `cache_parameters`. Methods without parameters leave it unchanged.
 
     The weights are shared with the given model. `progress` wraps the loop over layers whose weights are factored (seconds a layer for large
-    models), as tqdm would. ValueError, in one line, where the spec does not fit the model (or subtracts a bias that its keys do not have),
-    needs a calibration that is not given (the line says how to make one), or takes none, and where the calibration is not one for this
-    model and spec (`kvq_models.calibration.file.load_calibration`). FileNotFoundError where its file is missing.
+    models), as tqdm would. Raises ValueError, in one line, where the spec does not fit the model (or subtracts a bias that its keys do not
+    have), needs a calibration that is not given (the line says how to make one), or takes none, and where the calibration is not one for
+    this model and spec (`kvq_models.calibration.file.load_calibration`); FileNotFoundError where its file is missing.
     """
     spec = parse(spec)
     checked = check_calibration(spec, llama.config, calibration, None if calibration is None else fingerprint(llama))
@@ -69,8 +69,8 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
 def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
     """Return the model's parameters for each layer of a cache of `spec`: a pair (k, v), or () where it carries none at all.
 
-    ValueError names the first side whose parameters were made for other options than the cache needs. Parameters that nobody asks for are
-    no error, nor are those that were put into the model by hand, of which nothing is known.
+    Raises ValueError, naming the first side whose parameters were made for options other than the cache needs. Parameters that the cache
+    does not need are no error, nor are those put into the model by hand, whose options are unknown.
     """
     carried = llama.cache_parameters
     needed = [asked for layer in _purpose(spec, dims_of(llama.config)) for asked in layer if asked]
@@ -91,9 +91,9 @@ def parameters_for(llama: Llama, spec: CacheSpec) -> tuple[Tree, ...]:
 def check_calibration(
     spec: CacheSpec, config: LlamaConfig, calibration: Given | None, model_fingerprint: str | None = None
 ) -> Calibration | None:
-    """Return the calibration that `spec` is to be used with, checked; None where it needs none. Raises as `prepare`.
+    """Return the checked calibration for `spec`, or None where it needs none. Raises as `prepare`.
 
-    Without `model_fingerprint`, everything is compared but the weights.
+    Without `model_fingerprint`, everything but the weights is compared.
     """
     if calibration is None:
         if needs(spec, config):

@@ -1,4 +1,4 @@
-"""Draw the next token."""
+"""Sampling of the next token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sampling:
 
 
 def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Return logits divided by the temperature, -inf for the tokens that top_k, top_p and min_p exclude. The best token always stays."""
+    """Return logits divided by the temperature, with -inf for the tokens that top_k, top_p and min_p exclude. The best always stays."""
     logits = logits / sampling.temperature
     if sampling.top_k and sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]

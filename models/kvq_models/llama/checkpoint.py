@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face directories and Hub ids, and GGUF files. No pickle, no code from the checkpoint.
+"""Load and save checkpoints: Hugging Face directories, Hub ids and GGUF files. No pickle, and no code from the checkpoint.
 
 Loading checks every name, shape and type from the files' headers first, then reads tensor by tensor: the host's peak is the model itself
 plus two copies of its largest tensor. Every problem is one line that names the file, tensor or field.
@@ -41,7 +41,7 @@ Checkpoint: TypeAlias = HfDirectory | GgufFile
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
     """Open a GGUF file, a local directory, or the local snapshot of a Hub checkpoint, of which only `part` is fetched.
 
-    Raises CheckpointError, in one line, where there is none.
+    Raises CheckpointError, in one line, where there is no checkpoint.
     """
     path = Path(path_or_hub_id)
     if path.is_file():
@@ -97,7 +97,7 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
 
 
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
-    """Return the config; a tied one whose files hold a head that differs from the embedding was not tied when it was trained."""
+    """Return the config, untied where the files hold a head that differs from the embedding: such a model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
     if not config.tie_word_embeddings or any(name not in checkpoint.tensors for name in pair):
         return config
@@ -135,5 +135,5 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint) -> Llama:
 
 @functools.partial(jax.jit, static_argnames=("transpose", "dtype"))
 def _placed(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> jax.Array:
-    """Return the tensor on the device, turned and cast there: strided copies on the host would take most of the loading time."""
+    """Return the tensor on the device, transposed and cast there: strided copies on the host would take most of the loading time."""
     return (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)

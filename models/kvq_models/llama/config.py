@@ -1,4 +1,4 @@
-"""The model's configuration: Hugging Face's names, one frozen value, both spellings of config.json.
+"""The model's configuration: one frozen value with Hugging Face's names, read from and written to config.json.
 
 `LlamaConfig.from_hf` reads a config.json of the Llama, Mistral, Qwen2 and Qwen3 families, and refuses by field name what this model would
 compute wrongly. `LlamaConfig.to_hf` writes one that old and new versions of transformers read.
@@ -29,19 +29,19 @@ _ROPE_FIELDS = {
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
-_LIMIT = 2.0**128  # of float32
+_LIMIT = 2.0**128  # float32 ends below it
 
 
 class _Family(NamedTuple):
-    """What a model_type implies and config.json does not say."""
+    """The properties that a model_type implies and config.json does not state."""
 
     architecture: str
     qkv_bias: bool | None  # None: config.json's attention_bias decides
     o_bias: bool | None
     mlp_bias: bool | None  # None: config.json's mlp_bias decides
     qk_norm: bool
-    head_dim: int | None  # where config.json has none; None: hidden_size // num_attention_heads
-    sliding_window: int | None  # where config.json has none
+    head_dim: int | None  # used where config.json has none; None: hidden_size // num_attention_heads
+    sliding_window: int | None  # used where config.json has none
 
 
 _FAMILIES = {
@@ -59,7 +59,7 @@ def _check_positive(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """How the rotary frequencies are made (models/kvq_models/llama/rope.py). Fields that `rope_type` does not use stay at their defaults.
+    """Settings of the rotary frequencies (models/kvq_models/llama/rope.py). Fields that `rope_type` does not use stay at their defaults.
 
     Raises NotImplementedError for another rope_type; ValueError for a value that gives no rotation.
     """
@@ -96,10 +96,10 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and switches of one model. Static and hashable: safe as metadata of a jitted function's arguments.
+    """Sizes and options of one model. Static and hashable: safe as metadata of a jitted function's arguments.
 
-    Raises NotImplementedError for another model_type; ValueError for values that cannot be: not positive, not finite, or head counts that
-    do not divide.
+    Raises NotImplementedError for another model_type; ValueError for values that are not positive or not finite, and for head counts
+    that do not divide.
     """
 
     vocab_size: int
@@ -141,7 +141,7 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
-        """Reads the contents of a config.json.
+        """Return the configuration that the contents of a config.json describe.
 
         Raises ValueError for a missing or malformed field; NotImplementedError for a model_type, architecture, RoPE type, activation,
         quantization or active sliding window that this model does not compute.
@@ -174,7 +174,7 @@ class LlamaConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The contents of a config.json; from_hf(to_hf()) gives this value back.
+        """Return the contents of a config.json; from_hf(to_hf()) gives this value back.
 
         RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which old and new readers understand.
         Raises ValueError where the family cannot say what this config holds (a Mistral with biases, a Llama with QK-norm).
@@ -219,7 +219,7 @@ _SIZES = (
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
-    """The value as `kind`; JSON writes whole floats as integers, so those widen, and nothing else converts."""
+    """Return the value as `kind`; JSON writes whole floats as integers, so those widen, and nothing else converts."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -237,13 +237,13 @@ def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _optional(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Absent and null both mean the default, as in transformers."""
+    """Return a field's value, or the default where it is absent or null, as in transformers."""
     value = fields.get(name)
     return default if value is None else _typed(name, value, kind)
 
 
 def token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A token id field, which may hold null, one id or a list of ids."""
+    """Return the ids of a token id field, which may hold null, one id or a list of ids."""
     value = fields.get(name)
     values = [] if value is None else value if isinstance(value, list) else [value]
     return tuple(_typed(name, one, int) for one in values)
@@ -265,7 +265,7 @@ def _family(hf: Mapping[str, Any]) -> _Family:
 
 
 def _key_value_heads(hf: Mapping[str, Any], heads: int) -> int:
-    """Llama configs from before grouped queries have no such field; the other families always do."""
+    """Return the number of KV heads. Llama configs from before grouped-query attention lack the field; other families always have it."""
     if hf["model_type"] == "llama":
         return _optional(hf, "num_key_value_heads", int, heads)
     return _required(hf, "num_key_value_heads", int)
@@ -294,7 +294,7 @@ def _refuse_unsupported(hf: Mapping[str, Any], family: _Family) -> None:
 
 
 def _refuse_sliding_window(hf: Mapping[str, Any], family: _Family) -> None:
-    """A window that no layer uses, or that is as long as the model's context, changes nothing and passes."""
+    """Refuse an active sliding window. One that no layer uses, or that is as long as the model's context, changes nothing and passes."""
     layer_types = _optional(hf, "layer_types", list, None)
     unknown = sorted({str(kind) for kind in layer_types or ()} - {"full_attention", "sliding_attention"})
     if unknown:
@@ -316,7 +316,7 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: _Family) -> None:
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
-    """Either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key is `rope_type` or `type`."""
+    """Read either `rope_parameters`, or `rope_theta` with an optional `rope_scaling` whose type key is `rope_type` or `type`."""
     section = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     fields = hf.get(section) or {}
     if not isinstance(fields, Mapping):
@@ -341,7 +341,7 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
 
 
 def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
-    """The context before it was stretched; transformers gives the top level priority."""
+    """Return the context length before it was extended; as in transformers, the top-level field has priority."""
     inner = _optional(fields, "original_max_position_embeddings", int, _required(hf, "max_position_embeddings", int))
     original = _optional(hf, "original_max_position_embeddings", int, inner)
     if original < 1:
@@ -350,7 +350,7 @@ def _original_max_positions(hf: Mapping[str, Any], fields: Mapping[str, Any]) ->
 
 
 def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's own fields; without `factor`, it is the ratio of the two contexts."""
+    """Return YaRN's own fields; a missing `factor` is the ratio of the two context lengths."""
     original = _original_max_positions(hf, fields)
     return {
         "original_max_position_embeddings": original,
@@ -365,7 +365,7 @@ def _yarn_fields(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
-    """The `rope_scaling` object: only the fields of the type, since readers warn about others."""
+    """Return the `rope_scaling` object with only the fields of its type, since readers warn about others."""
     if rope.rope_type == "default":
         return None
     fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.rope_type]}

@@ -1,4 +1,4 @@
-"""GGUF files in: one file with metadata, tokenizer and tensors, which are dequantized one at a time as they are read.
+"""Reader of GGUF files: one file with metadata, tokenizer and tensors, which are dequantized one at a time as they are read.
 
 The file is mapped, not read: the host holds the tensor at hand in float32. Values are the file's own: a 4-bit matrix loads as the
 numbers that its blocks stand for.
@@ -25,7 +25,7 @@ class GgufFile:
     """One GGUF file, opened: its header is read and checked, its tensors are not."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, in one line, where the file is cut off, is no GGUF file, or holds tensors of a type without a reader."""
+        """Open a file. Raise CheckpointError, in one line, where it is cut off, is no GGUF file, or holds tensors of an unknown type."""
         self.path = path
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -75,7 +75,7 @@ class GgufFile:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """The library raises whatever a damaged file makes it stumble over; all of it becomes one line."""
+        """Turn whatever the library raises over a damaged file into a CheckpointError of one line."""
         try:
             yield
         except CheckpointError:

@@ -54,8 +54,8 @@ def hf_name(name: str) -> str | None:
     block = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
     if block is None:
         return _HF_NAMES.get(name)
-    found = _HF_NAMES.get(f"blk.#.{block[2]}")
-    return None if found is None else found.replace("#", block[1])
+    pattern = _HF_NAMES.get(f"blk.#.{block[2]}")
+    return None if pattern is None else pattern.replace("#", block[1])
 
 
 def has_swapped_rows(config: LlamaConfig, hf_tensor: str) -> int:
@@ -76,7 +76,7 @@ def unswapped(tensor: np.ndarray, heads: int) -> np.ndarray:
 def config_of(fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factors: Callable[[], np.ndarray]) -> LlamaConfig:
     """Return the model's configuration from the file's metadata.
 
-    shapes: of the tensors, by their Hugging Face names. rope_factors reads the tensor of frequency factors where there is one.
+    shapes: those of the tensors, by their Hugging Face names. rope_factors reads the tensor of frequency factors where there is one.
     Raises ValueError for a missing or malformed field, NotImplementedError for what this model does not compute; both name the field.
     """
     architecture = _text(fields, "general.architecture")
@@ -145,11 +145,11 @@ def _rope(fields: Fields, architecture: str) -> RopeConfig:
 
 
 def _llama3_rope(config: LlamaConfig, factors: np.ndarray) -> RopeConfig:
-    """Return Llama 3's rescaling from what the file has of it: its quotient of frequencies, [H/2]. NotImplementedError for another one."""
+    """Return Llama 3's rescaling from what the file keeps of it, the quotient of frequencies [H/2]. NotImplementedError for any other."""
     largest = float(factors.max(initial=1.0))
     if config.rope.rope_type != "default" or factors.shape != (config.head_dim // 2,) or not 1 < largest < 2**20:
         raise NotImplementedError(f"GGUF tensor {ROPE_FACTORS!r} of shape {factors.shape} is not Llama 3's rescaling of RoPE")
-    rope = RopeConfig(  # low and high factor and the original context are those of every published Llama 3.x
+    rope = RopeConfig(  # the low and high factors and the original context are those of every published Llama 3.x
         rope_type="llama3",
         theta=config.rope.theta,
         factor=round(largest, 3),
@@ -184,7 +184,9 @@ def _whole(fields: Fields, key: str, default: int | None = None) -> int:
 
 
 def _number(fields: Fields, key: str, default: float | None = None) -> float:
-    return float(str(np.float32(_value(fields, key, (int, float), default))))  # as it was written: float32 holds 1e-5 as 9.99999975e-06
+    return float(
+        str(np.float32(_value(fields, key, (int, float), default)))
+    )  # the decimal that was written: float32 holds 1e-5 as 9.99999975e-06
 
 
 def _token(fields: Fields, name: str) -> int | None:

@@ -14,8 +14,8 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# The pattern that cuts text before merging, by its name in the field tokenizer.ggml.pre. None is GPT-2's own, "digits" that with each digit
-# apart. Other names are refused: tokens of a wrong cut would be valid, and wrong.
+# Patterns that cut text before merging, by their names in the field tokenizer.ggml.pre. None is GPT-2's own; "digits" is GPT-2's with each
+# digit apart. Other names are refused: a wrong cut gives valid tokens that are wrong.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": "digits",
@@ -37,7 +37,7 @@ def tokenizer_of(fields: Fields) -> Any:
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
-    from transformers import PreTrainedTokenizerFast  # imported late: seconds
+    from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
 
     if kind not in ("gpt2", "llama"):
         raise NotImplementedError(f"GGUF field tokenizer.ggml.model={kind!r} is not supported; supported: gpt2, llama")
@@ -97,13 +97,13 @@ def _sentence_piece(fields: Fields, tokens: Sequence[str]) -> Any:
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every split of a piece into two pieces, the likeliest piece first, and of one piece by the numbers of its parts."""
-    found = []
+    """Return every split of a piece into two pieces: the likeliest piece first, and the splits of one piece by the ids of their parts."""
+    scored = []
     for piece, number in vocabulary.items():
         splits = [(piece[:i], piece[i:]) for i in range(1, len(piece)) if piece[:i] in vocabulary and piece[i:] in vocabulary]
         splits.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(scores[number], pair) for pair in splits]
-    return [pair for _, pair in sorted(found, key=lambda entry: entry[0], reverse=True)]
+        scored += [(scores[number], pair) for pair in splits]
+    return [pair for _, pair in sorted(scored, key=lambda entry: entry[0], reverse=True)]
 
 
 def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
@@ -114,7 +114,7 @@ def _add_special(core: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None
 
 
 def _add_template(core: Any, fields: Fields, kind: str, bos: str | None, eos: str | None) -> None:
-    """Put the first and the last token around a text, where the file says so."""
+    """Put the first and last special tokens around a text, where the file asks for them."""
     from tokenizers import processors
 
     first = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe")
@@ -136,10 +136,10 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _strings(fields: Fields, name: str) -> list[str]:
-    found = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+    strings = fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(strings, list) or not all(isinstance(entry, str) for entry in strings):
         raise ValueError(f"GGUF field tokenizer.ggml.{name} is missing, or is no list of texts")
-    return found
+    return strings
 
 
 def _named(fields: Fields, name: str, tokens: Sequence[str]) -> str | None:

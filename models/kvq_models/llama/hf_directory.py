@@ -25,7 +25,9 @@ TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_templa
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-Part = Literal["config", "tokenizer", "all"]  # of a Hub checkpoint: its configuration alone, with the tokenizer, or with the weights too
+Part = Literal[
+    "config", "tokenizer", "all"
+]  # what is fetched of a Hub checkpoint: its configuration, also its tokenizer, or also its weights
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -38,7 +40,7 @@ class HfDirectory:
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        """config.json, with the end-of-sequence tokens of generation_config.json where it has them: those are what generation stops at."""
+        """The model's configuration, with the end-of-sequence tokens of generation_config.json, if any: generation stops at those."""
         config = LlamaConfig.from_hf(self.fields)
         generation_file = self.directory / "generation_config.json"
         eos_token_ids = token_ids(read_json(generation_file), "eos_token_id") if generation_file.exists() else ()
@@ -51,7 +53,7 @@ class HfDirectory:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What every file says that it holds. A truncated file fails here: the header's offsets must cover the file exactly."""
+        """The tensors in the headers of all files. A truncated file fails here: a header's offsets must cover its file exactly."""
         stored: dict[str, StoredTensor] = {}
         for file in self.weight_files:
             with _opened(file) as tensors:
@@ -64,7 +66,7 @@ class HfDirectory:
 
     @property
     def weight_files(self) -> list[Path]:
-        """model.safetensors, or the shards that the index lists, or every *.safetensors."""
+        """The weight files: model.safetensors, or the shards that the index lists, or every *.safetensors."""
         directory = self.directory
         if (directory / "model.safetensors").exists():
             return [directory / "model.safetensors"]
@@ -160,7 +162,7 @@ def load_tokenizer(directory: Path) -> Any:
     """Return the directory's tokenizer, or None where it has none."""
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # imported late: seconds
+    from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

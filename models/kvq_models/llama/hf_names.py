@@ -1,7 +1,7 @@
 """One table between Hugging Face's tensor names and this model's weights, for all families and in both directions.
 
 torch's Linear stores [out, in] and this model [in, out], so projections are transposed; the transpose is its own inverse.
-Which rows a checkpoint must have follows from its config alone: a weight that the model does not have (a bias, a tied head) has no name.
+The config alone decides which rows of the table a checkpoint must have: a weight that the model lacks (a bias, a tied head) has no name.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ class Weight:
 
 
 def weights(llama: Llama) -> dict[str, Weight]:
-    """The weights of a model (or of an abstract one) by path, in the order of its pytree; parameters of cache methods are left out."""
+    """Return the weights of a model (or of an abstract one) by path, in its pytree's order, without parameters of cache methods."""
     return {path: _weight(path, leaf, llama.config) for path, leaf in _leaves(llama)}
 
 
 def describe(llama: Llama) -> Llama:
-    """The same tree with an `ArraySpec` for each weight."""
+    """Return the same tree with an `ArraySpec` for each weight."""
     return replace_weights(llama, {path: weight.spec for path, weight in weights(llama).items()})
 
 
 def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
-    """The same tree with the value of each path of `weights(llama)`."""
+    """Return the same tree with these values at the paths of `weights(llama)`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(_path_name(path), leaf), llama)
 
 
@@ -97,5 +97,5 @@ def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:
 
 
 def _path_name(path: jax.tree_util.KeyPath) -> str:
-    """`layers.0.q_proj.kernel`; the trailing key is the one inside flax's Param."""
+    """Return a path such as `layers.0.q_proj.kernel`; the trailing key, which is dropped, is the one inside flax's Param."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

@@ -89,12 +89,12 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def queries(self, x_BTD: HiddenBTD) -> QueryBNTH:
-        """Queries before RoPE, from the normalized input."""
+        """Return the queries before RoPE, from the normalized input."""
         q_BNTH = split_heads(self.q_proj(x_BTD), self.config.num_attention_heads)
         return q_BNTH if self.q_norm is None else self.q_norm(q_BNTH)
 
     def keys(self, x_BTD: HiddenBTD) -> RowsBKTH:
-        """Keys before RoPE, from the normalized input."""
+        """Return the keys before RoPE, from the normalized input."""
         k_BKTH = split_heads(self.k_proj(x_BTD), self.config.num_key_value_heads)
         return k_BKTH if self.k_norm is None else self.k_norm(k_BKTH)
 
@@ -102,7 +102,7 @@ class Layer(nnx.Module):
         return split_heads(self.v_proj(x_BTD), self.config.num_key_value_heads)
 
     def attention_inputs(self, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope) -> LayerInputs:
-        """Everything that attention and a cache method may want of T tokens; `x` is the normalized input."""
+        """Return everything that attention and a cache method may need of T tokens; `x` is the normalized input."""
         x_BTD = self.input_norm(hidden_BTD)
         q_BNTH, k_BKTH = self.queries(x_BTD), self.keys(x_BTD)
         return LayerInputs(
@@ -119,7 +119,7 @@ class Layer(nnx.Module):
         )
 
     def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: QueryBNTH) -> HiddenBTD:
-        """Output projection and MLP, each added to the residual stream. Attention may come in any float dtype."""
+        """Add the output projection and the MLP to the residual stream. Attention may come in any float dtype."""
         hidden_BTD = hidden_BTD + self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
@@ -144,11 +144,11 @@ class Llama(nnx.Module):
         self.cache_parameters: Any = nnx.data(())
 
     def embed_tokens(self, tokens_BT: Int[Array, "B T"]) -> HiddenBTD:
-        """Rows of the embedding; a token id outside of the vocabulary gives NaN rather than another token's row."""
+        """Return rows of the embedding; a token id outside the vocabulary gives NaN rather than another token's row."""
         return self.embed[...].at[tokens_BT].get(mode="fill", wrap_negative_indices=False)
 
     def logits(self, hidden_BTD: HiddenBTD) -> Float[Array, "B T V"]:
-        """fp32 logits of the last layer's output."""
+        """Return the fp32 logits of the last layer's output."""
         x_BTD = self.norm(hidden_BTD)
         if self.head is None:
             return jnp.einsum("btd,vd->btv", x_BTD, self.embed[...], preferred_element_type=jnp.float32)
@@ -156,7 +156,7 @@ class Llama(nnx.Module):
 
 
 def abstract_llama(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Llama:
-    """The same tree with a ShapeDtypeStruct for each weight: byte counts and checkpoint loading without allocation."""
+    """Return the same tree with a ShapeDtypeStruct for each weight, to count bytes and load checkpoints without allocation."""
     return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
@@ -171,7 +171,7 @@ def merge_heads(rows_BNTH: QueryBNTH) -> Float[Array, "B T C"]:
 
 
 def causal_attention(q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, valid_BT: ValidBT) -> QueryBNTH:
-    """softmax(q k^T / sqrt(H)) v over earlier valid tokens, exact, fp32 softmax; the result has the dtype of v.
+    """Return softmax(q k^T / sqrt(H)) v over earlier valid tokens. Exact, with an fp32 softmax; the result has the dtype of v.
 
     Query head n reads KV head n // G: the G query heads of one KV head are rows of one product and K, V are never repeated.
     A query with no valid key averages over padding, which is finite and unused.
@@ -188,15 +188,16 @@ def causal_attention(q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH, vali
 
 
 def layer_forward(layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope) -> HiddenBTD:
-    """One layer with exact causal attention."""
+    """Run one layer with exact causal attention."""
     inputs = layer.attention_inputs(hidden_BTD, positions_BT, valid_BT, rope)
     return layer.finish(hidden_BTD, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid_BT))
 
 
 def forward(llama: Llama, tokens_BT: Int[Array, "B T"], valid_BT: ValidBT | None = None, *, remat: bool = False) -> Float[Array, "B T V"]:
-    """fp32 logits [B, T, V] of right-padded tokens [B, T], exact and without a cache; for training and parity.
+    """Return fp32 logits [B, T, V] of right-padded tokens [B, T], exact and without a cache; for training and parity.
 
-    `valid_BT` is True for real tokens (default: all). `remat` recomputes each layer in the backward pass rather than keep its activations.
+    `valid_BT` is True for real tokens (default: all). `remat` recomputes each layer in the backward pass rather than keeping its
+    activations.
     """
     valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)

@@ -26,7 +26,7 @@ Frequencies = np.ndarray  # [H/2] float32, radians per token
 
 
 def rope_for(config: LlamaConfig, capacity: int) -> Rope:
-    """The rotation of `config` for sequences of up to `capacity` tokens.
+    """Return the rotation of `config` for sequences of up to `capacity` tokens.
 
     Only `dynamic` depends on the capacity: its base is frozen at the longest length, because cached keys keep the rotation they were
     written with. For capacity <= max_position_embeddings it equals transformers' at every length.
@@ -72,7 +72,7 @@ def _llama3(plain: Frequencies, rope: RopeConfig) -> Frequencies:
 
 def _yarn(plain: Frequencies, rope: RopeConfig, dim: int) -> Frequencies:
     def channel_of(rotations: float) -> float:
-        """The channel pair that turns `rotations` times over the original context."""
+        """Return the channel pair that turns `rotations` times over the original context."""
         return dim * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     fast, slow = channel_of(rope.beta_fast), channel_of(rope.beta_slow)
@@ -85,7 +85,7 @@ def _yarn(plain: Frequencies, rope: RopeConfig, dim: int) -> Frequencies:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """What multiplies cosines and sines (so its square multiplies scores): 1 but for yarn."""
+    """Return the factor of cosines and sines, whose square scales the scores; it is 1 except for yarn."""
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:

@@ -1,4 +1,4 @@
-"""What the header of a checkpoint's file says of one tensor, and the error of every file that cannot be loaded."""
+"""A tensor as the header of a checkpoint's file describes it, and the error for every file that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, its shape in Hugging Face's orientation, and the file's name for its type."""
+    """The file that holds a tensor, its shape in Hugging Face's orientation, and the file's name for its type."""
 
     file: Path
     shape: tuple[int, ...]

@@ -37,7 +37,7 @@ TABLE = {
 
 
 def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
-    """The axes of the weight at a path such as `layers.0.q_proj.kernel`."""
+    """Return the axes of the weight at a path such as `layers.0.q_proj.kernel`."""
     named = {
         "vocab": Axis("vocab", config.vocab_size),
         "model": Axis("model", config.hidden_size),

@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache that needs none": ({"spec": "kivi"}, "'kivi' needs no calibration"),
     "only dense layers": ({"spec": f"{SPEC},skip_layers=0-1"}, "needs no calibration"),
     "a cache that does not fit": ({"spec": "kvquant:outliers=0.001"}, "outliers=0.001"),
-    "sinks as long as samples": ({"spec": f"{SPEC},sink=20"}, "keeps the first 20 exact"),
+    "sinks as long as samples": ({"spec": f"{SPEC},sink=20"}, "keeps the first 20 in full precision"),
 }
 
 

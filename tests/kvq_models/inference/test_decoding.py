@@ -269,7 +269,7 @@ def test_a_cache_of_another_model_is_refused():
 def test_a_cache_of_other_heads_is_refused_by_field(fields):
     config, (name, value) = tiny_config(**fields), next(iter(fields.items()))
     other = kvq.init_cache("dense", config, 1, 32, "float32")
-    message = f"^the cache is one of another model: it has {name}={value} and not {getattr(model().config, name)}"
+    message = f"^the cache was made for another model: it has {name}={value} and not {getattr(model().config, name)}"
     for step in (lambda: prefill(model(), other, [[1]]), lambda: score(model(), other, [[1]])):
         with pytest.raises(ValueError, match=message):
             step()

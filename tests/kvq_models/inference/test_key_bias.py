@@ -118,7 +118,7 @@ def test_doctor_suggests_the_option_and_tells_what_it_does(tmp_path, run, run_js
         assert "add subtract_bias=true" in warning, spec
     found = run_json("doctor", tmp_path, "--cache", "int4:subtract_bias=true")
     assert not found["warnings"] or all("k_proj bias" not in w for w in found["warnings"])
-    assert found["facts"]["k_proj_bias"].endswith("; subtracted before keys are coded")
+    assert found["facts"]["k_proj_bias"].endswith("; subtracted before keys are quantized")
     layer = found["layers"][0]
     assert (layer["k"]["codec"], layer["k"]["subtract_bias"], "subtract_bias" in layer["v"]) == ("GroupedCodec", True, False)
     assert layer["k"]["packing"] == layer["v"]["packing"]

@@ -13,8 +13,8 @@ from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
 
 TEXT = "one two three four five six seven eight " * 8
-NO_LAYER = "no layer of this model quantizes anything, so this is the exact model but for rounding"
-SHORT = "nothing is read quantized, so this is the exact model"
+NO_LAYER = "no layer of this model quantizes anything, so this is the full-precision model but for rounding"
+SHORT = "nothing is read quantized, so this is the full-precision model"
 
 EXACT = ["dense", "kivi:skip_layers=0-1", "xquant:bits=16", "xquant:bits=16,latent=true", "xquant:k_bits=16,v_bits=16,latent=true"]
 EXACT += ["xquant_cl:bits=16,base_layer=1,base_bits=16,early_bits=16"]
