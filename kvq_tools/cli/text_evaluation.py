@@ -52,8 +52,7 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--dtype",
         choices=inputs.DTYPES,
         default="float32",
-        help="of weights, activations and full-precision rows (default: %(default)s); in bfloat16, --cache dense shows the effect of
-        rounding",
+        help="of weights, activations and full-precision rows (default: %(default)s); in bfloat16, --cache dense shows rounding alone",
     )
 
 

@@ -25,11 +25,11 @@ LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 DESCRIPTION = f"""\
-Tells layer by layer what a cache will apply to a model and what it will leave in full precision, and why: resolved bits and groups,
-packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim, QK-norm, RoPE,
-sliding window and the key projection's bias, and warns of what is known to go wrong. Says whether the cache needs a
+Tells layer by layer what a cache will apply to a model and what it will leave in full precision, and why: resolved
+bits and groups, packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim,
+QK-norm, RoPE, sliding window and the key projection's bias, and warns of known problems. Says whether the cache needs a
 calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
-a calibration, what tells models apart (norms and two projections), and only from a local directory.
+a calibration, those that tell models apart (norms and two projections), and only from a local directory.
 
 {doctor_outliers.HELP}"""
 

@@ -19,8 +19,8 @@ REFERENCE_DIMS = CacheDims(  # Llama-3.1-8B; all layers, for a method may treat 
 
 DESCRIPTION = """\
 Lists every cache method: what it does, where it comes from, its options with defaults and allowed values, its
-full-precision windows, and the average bits that it stores for an element of the quantized body (scales, zeros and padding included,
-windows not) at head_dim 128."""
+full-precision windows, and the average bits that it stores for an element of the quantized body (scales, zero points
+and padding included, windows not) at head_dim 128."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,7 @@ def calibrate(
     """Fit the parameters that `spec` needs for this model to `samples` random windows of `length` tokens of a text.
 
     token_ids: the text's tokens. work: a directory for what the samples record, of the size that `Store` documents; it may be reused for
-    other specs, which then skips the recording, and belongs to one model, text, seed, sample count, length and dtype. text: the text's
+    other specs, which then skip the recording, and belongs to one model, text, seed, sample count, length and dtype. text: the text's
     name, for the file. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of each sample are left out of the fit: a
     cache keeps them in full precision. The same arguments give the same bytes on the same machine.
 

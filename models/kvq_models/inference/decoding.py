@@ -81,8 +81,7 @@ def decode_step(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "..."], Cache]:
-    """Add generated tokens and return (logits, cache): logits [B, V] for token [B]; [B, T, V] for token [B, T], as T single steps give
-    them.
+    """Add generated tokens and return (logits, cache): [B, V] for token [B]; [B, T, V] for token [B, T], equal to T single steps.
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
     implementation (static): the one that reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run.

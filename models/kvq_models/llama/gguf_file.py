@@ -25,7 +25,7 @@ class GgufFile:
     """One GGUF file, opened: its header is read and checked, its tensors are not."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raise CheckpointError, in one line, where it is cut off, is no GGUF file, or holds tensors of an unknown type."""
+        """Open a file. Raise CheckpointError, in one line, where it is cut off, is no GGUF file, or holds tensors of an unreadable type."""
         self.path = path
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
