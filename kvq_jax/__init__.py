@@ -30,7 +30,7 @@ from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.rope import Rope, rotate
 
-__version__ = "0.1.0"  # the distribution's: pyproject.toml reads it here
+__version__ = "0.1.0"  # the distribution's version, which pyproject.toml reads from here
 
 __all__ = [
     "METHODS",

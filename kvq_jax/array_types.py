@@ -11,7 +11,7 @@ Words
 -----
     row        what a cache stores for one token and one head: K post-RoPE, K pre-RoPE or V
     group      the elements that share one scale (and one zero point)
-    block      the tokens that leave the exact window together
+    block      the tokens that leave the recent window together
     chunk      the tokens that the streaming attention reads in one step of its loop
     plane      the W neighbouring channels that one bit field of the packed words holds
     position   index of a token in its sequence; rows are right-padded, so index == position
@@ -20,7 +20,7 @@ Words
 Axes
 ----
 Every array that is kept (caches, prompt statistics, method parameters, weights) is described by an `ArraySpec`, whose axes have these
-names. Nothing is concluded from shapes.
+names. Nothing is inferred from shapes.
 
     batch      sequences                         model   the model's width, of the residual stream
     kv_heads   key/value heads                   heads   query heads
@@ -30,8 +30,9 @@ names. Nothing is concluded from shapes.
 
 An axis keeps the name of what it runs along where neighbours share an entry: `per` of them do. A scale of groups over 32 tokens has the
 axes (batch, kv_heads, tokens per 32, channels), one of groups over 32 channels (batch, kv_heads, channels per 32, tokens), and packed words
-of which n tokens share a row have an axis of tokens per n. Where a thing has several entries side by side, they are `each`: a projection's
-output runs along kv_heads, H each. Heads that are none of the model's (a layer's input cached as one row) have no name.
+of which n tokens share a row have an axis of tokens per n. Where one thing has several entries side by side, `each` counts them: a
+projection's output runs along kv_heads, with H entries for each. An axis of heads that are not the model's (a layer's input cached as one
+row) is called "none".
 
 RoPE pairs are the half-split pairs (i, i + H/2) of Hugging Face's Llama.
 """
@@ -55,7 +56,7 @@ Tree: TypeAlias = Any  # a pytree whose structure a method defines
 
 QueryBNTH: TypeAlias = Float[Array, "B N T H"]
 RowsBKTH: TypeAlias = Float[Array, "B K T H"]
-CachedRows: TypeAlias = Float[Array, "B heads T C"]  # K or V, or what they are rebuilt from
+CachedRows: TypeAlias = Float[Array, "B heads T C"]  # K or V, or the rows from which they are rebuilt
 Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # what a caller may give for tokens or lengths
 LengthsB: TypeAlias = Int[Array, "B"]
 PositionsBT: TypeAlias = Int[Array, "B T"]
@@ -67,8 +68,7 @@ AxisName = Literal["batch", "kv_heads", "tokens", "channels", "pairs", "model", 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis that runs along `count` things called `name`. Where `per` is more than 1, so many neighbours share one entry; where `each`
-    is, a thing has so many entries side by side."""
+    """An axis over `count` things called `name`. Either `per` neighbours share one entry, or one thing has `each` entries side by side."""
 
     name: AxisName
     count: int
@@ -82,11 +82,11 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """The axes and the dtype of one array, of which its shape, its bytes and shardings follow. No two axes share a name but "none".
+    """The axes and the dtype of one array, from which its shape, its bytes and its shardings follow. Only "none" may name several axes.
 
         ArraySpec((Axis("batch", B), Axis("kv_heads", K), Axis("tokens", S, per=32), Axis("channels", H)), "float16")    # [B, K, S/32, H]
 
-    A leaf of trees. Trees of them have the structure of what they describe (`pytree.describe`).
+    It is a leaf of pytrees. A tree of descriptions has the structure of the tree of arrays that it describes (`pytree.describe`).
     """
 
     axes: tuple[Axis, ...]
@@ -98,7 +98,7 @@ class ArraySpec:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The array that is allocated."""
+        """The shape and the dtype of the array that is allocated."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     @property
@@ -106,27 +106,27 @@ class ArraySpec:
         return tuple(axis.name for axis in self.axes)
 
     def axis(self, name: AxisName) -> int:
-        """The number of the axis of this name; ValueError where there is none."""
+        """Return the index of the axis of this name. Raises ValueError where there is none."""
         return self.names.index(name)
 
     def __getitem__(self, name: AxisName) -> Axis:
         return self.axes[self.axis(name)]
 
     def along(self, name: AxisName, vector: Shaped[Array | np.ndarray, " n"]) -> Shaped[Array | np.ndarray, "..."]:
-        """A vector laid along the axis of this name, to be broadcast against the array."""
+        """Return a vector laid along the axis of this name, ready to be broadcast against the array."""
         return vector.reshape([-1 if axis == self.axis(name) else 1 for axis in range(len(self.axes))])
 
     def renamed(self, old: AxisName, new: AxisName) -> ArraySpec:
-        """The same array where what was called `old` is called `new`."""
+        """Return the same description with the axis `old` renamed to `new`."""
         return dataclasses.replace(self, axes=tuple(dataclasses.replace(a, name=new) if a.name == old else a for a in self.axes))
 
 
-ArrayOrSpec: TypeAlias = Array | jax.ShapeDtypeStruct | ArraySpec  # a weight, or what is known of it
+ArrayOrSpec: TypeAlias = Array | jax.ShapeDtypeStruct | ArraySpec  # a weight, or a description of it
 
 
 @runtime_checkable
 class ModelDims(Protocol):
-    """What a cache needs to know of a model; `kvq_models.LlamaConfig` and a Hugging Face Llama config both have it."""
+    """The dimensions of a model that a cache needs; `kvq_models.LlamaConfig` and a Hugging Face Llama config both have them."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -166,7 +166,7 @@ class LayerInputs:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """What of one layer's weights a cache method may build on: everything between the residual stream and the keys and values.
+    """The weights of one layer that a cache method may build on: everything between the residual stream and the keys and values.
 
         x = norm(residual, input_norm),   k_pre = norm_heads(x k_kernel + k_bias, k_norm),   v = x v_kernel + v_bias
 

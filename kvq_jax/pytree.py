@@ -1,4 +1,4 @@
-"""Frozen dataclasses as pytrees. Constructing one is checked where types are checked; rebuilding one from leaves is not."""
+"""Frozen dataclasses as pytrees. The runtime type checker sees their construction, but not their rebuilding from leaves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def pytree(cls: type[T]) -> type[T]:
-    """Register a frozen dataclass as a pytree, its fields with metadata static=True as part of the structure.
+    """Register a frozen dataclass as a pytree. Fields with metadata static=True are part of its structure.
 
-    Unlike `jax.tree_util.register_dataclass`, rebuilding a tree does not call the constructor: leaves of `jax.vmap`, `jax.tree.map` or
-    `jax.eval_shape` are not always what the annotations promise of a value.
+    Unlike `jax.tree_util.register_dataclass`, rebuilding a tree does not call the constructor: the leaves that `jax.vmap`,
+    `jax.tree.map` or `jax.eval_shape` put in are not always what the annotations promise.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # a decorated class
     static = tuple(field.name for field in fields if field.metadata.get("static"))
@@ -37,10 +37,13 @@ def pytree(cls: type[T]) -> type[T]:
 
 
 def describe(cls: type[T], **fields: Any) -> T:
-    """Return an instance of a pytree class that holds descriptions (shapes, dtypes, axes) in the place of arrays."""
-    missing = {field.name for field in dataclasses.fields(cls)} ^ set(fields)  # type: ignore[arg-type]  # a pytree class
-    if missing:
-        raise TypeError(f"{cls.__name__} has other fields than given: {', '.join(sorted(missing))}")
+    """Return an instance of a pytree class that holds descriptions (shapes, dtypes, axes) in place of arrays.
+
+    Raises TypeError where the fields are not exactly those of the class.
+    """
+    differing = {field.name for field in dataclasses.fields(cls)} ^ set(fields)  # type: ignore[arg-type]  # a pytree class
+    if differing:
+        raise TypeError(f"{cls.__name__}: missing or unknown fields: {', '.join(sorted(differing))}")
     return _build(cls, tuple(fields.items()))
 
 

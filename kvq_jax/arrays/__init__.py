@@ -1,1 +1,1 @@
-"""Stored arrays: packed codes with their scales, codebooks, polar pairs, sparse outliers; how they are made and read back."""
+"""Stored arrays: packed codes with their scales, codebooks, polar pairs, sparse outliers; quantizing into them and reading them back."""

@@ -1,7 +1,7 @@
 """Groups of neighbouring channels of one token: inside a head, or whole heads side by side.
 
-A group of g channels of the layer's KV width (heads side by side) is g channels of one head where g <= H, and `heads` whole heads where it
-is more; its statistics are [B, K / heads, H / channels, S].
+A group of g channels of the layer's KV width (heads side by side) lies inside one head where g <= H, and spans `heads` whole heads where g
+is larger. Its statistics (a scale, a zero point) are stored as [B, K / heads, H / channels, S].
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ class ChannelGroup:
     heads: int
     channels: int
 
-    AXES = (2, 5)  # of `cut`'s result, those of one group
+    AXES = (2, 5)  # the axes of one group in the result of `cut`
 
     def cut(self, rows: Array) -> Array:
-        """[B, K, T, H] -> [B, K / heads, heads, T, H / channels, channels]."""
+        """Split heads and channels into groups: [B, K, T, H] -> [B, K / heads, heads, T, H / channels, channels]."""
         b, k, t, h = rows.shape
         return rows.reshape(b, k // self.heads, self.heads, t, h // self.channels, self.channels)
 
     def stored(self, statistic: Array) -> Array:
-        """A statistic that was reduced over AXES, kept as axes of size 1, as it is stored: [B, K / heads, H / channels, T]."""
+        """Lay out a statistic that was reduced over AXES (kept with size 1) as it is stored: [B, K / heads, H / channels, T]."""
         return jnp.swapaxes(jnp.squeeze(statistic, self.AXES), 2, 3)
 
     def spread(self, statistic: Float[Array, "B groups rest S"]) -> Float[Array, "B K S H"]:
-        """A stored statistic in fp32, repeated to one entry for each element."""
+        """Repeat a stored statistic, in fp32, to one entry for each element."""
         per_channel = jnp.repeat(jnp.swapaxes(statistic.astype(jnp.float32), 2, 3), self.channels, axis=3)
         return jnp.repeat(per_channel, self.heads, axis=1) if self.heads > 1 else per_channel
 
     def axes(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[Axis, ...]:
-        """The axes of a stored statistic. A part of the heads, fewer than a group, counts as one group."""
+        """Return the axes of a stored statistic. Fewer heads than a group spans count as one group."""
         across = Axis("kv_heads", max(heads, self.heads), per=self.heads)
         return Axis("batch", batch), across, Axis("channels", head_dim, per=self.channels), Axis("tokens", tokens)
 
 
 def channel_group(requested: int, heads: int, head_dim: int) -> ChannelGroup:
-    """The group of `requested` channels of a KV width of heads * head_dim; 0 is the whole width. ValueError lists the sizes."""
+    """Return the group of `requested` channels of a KV width of heads * head_dim; 0 requests the whole width.
+
+    Raises ValueError, listing the possible sizes, where the groups would not be equal parts of heads or whole heads.
+    """
     size = requested or heads * head_dim
     if head_dim % size == 0:
         return ChannelGroup(1, size)

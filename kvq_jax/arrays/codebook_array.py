@@ -1,10 +1,10 @@
-"""The non-uniformly quantized array: packed codes that stand for levels, a scale and a zero, perhaps exact outliers.
+"""The non-uniformly quantized array: packed codes that index a codebook, a scale and a zero point, perhaps sparse outliers.
 
     x[b, k, t, h]  ~  levels[code[b, k, t, h]] * scale + zero   (+ residual, where (t, k * H + h) is an outlier)
 
-Levels are sorted and lie in [-1, 1]. Scale and zero are half the range and its middle: of a channel, fixed and kept by the method (then
-they are not part of the array), or of a token's group of channels, found when the token is coded. Source: Hooper et al., KVQuant, sections
-3.3 and 3.4.
+The levels, the codebook's entries, are sorted and lie in [-1, 1]. Scale and zero point are half a range and its middle. The range is either
+that of a channel, fixed and kept by the method (then they are not part of the array), or that of a group of channels of one token, taken
+when the token is quantized. Source: Hooper et al., KVQuant, sections 3.3 and 3.4.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Rows = Float[Array, "B K T H"]
 
 @dataclasses.dataclass(frozen=True)
 class CodebookFormat:
-    """How a body is quantized. Static and hashable.
+    """The quantization format of a body. Static and hashable.
 
-    group: channels of a token that share a stored scale and zero; None where these belong to channels and are not stored. slots: exact
-    entries of a token's whole KV width; `overflows` where it may have more outliers than that, which are counted. scale_dtype: of scales
-    and zeros; residuals are float32 where it is, float16 otherwise.
+    group: the channels of a token that share a stored scale and zero point; None where these belong to channels and are not stored. slots:
+    the outliers that are stored of a token's whole KV width; `overflows` where it may have more, which are counted. scale_dtype: the dtype
+    of scales and zero points; residuals are float32 where it is, float16 otherwise.
     """
 
     bits: int
@@ -56,8 +56,11 @@ class CodebookFormat:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class CodebookArray:
-    """words: int16 [B, K, S/n, w] for each plane set; scale, zero [B, K / heads, H / channels, S] of `format.group`, or None; outliers:
-    None without slots."""
+    """Packed codes with their scales, zero points and outliers.
+
+    words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of `format.group`, or None without one.
+    outliers: None without slots.
+    """
 
     words: Words
     scale: Float[Array, "B groups rest S"] | None
@@ -84,17 +87,17 @@ def quantize(
     zero: Float[Array, "..."],
     exact: Bool[Array, "B K T H"] | None = None,
 ) -> CodebookArray:
-    """Codes finite rows: the nearest of `levels` to (x - zero) / scale, which will be read as the same entry of `values`.
+    """Quantize finite rows: find the nearest of `levels` to (x - zero) / scale, which will be read as the same entry of `values`.
 
-    scale and zero are as they are stored where the format stores them, and broadcast against the rows where not. `exact` marks the entries
-    that get a slot; residuals are taken against what is decoded, so their rounding is the only error that they leave.
+    scale and zero are as they are stored where the format stores them, and broadcast against the rows where not. `exact` marks the outliers
+    that get a slot. Their residuals are taken against the dequantized codes, so that the rounding of a residual is the only error left.
     """
     group = format.group
     wide_scale, wide_zero = (statistic.astype(jnp.float32) if group is None else group.spread(statistic) for statistic in (scale, zero))
     codes = nearest_codes((rows - wide_zero) / jnp.where(wide_scale == 0, 1, wide_scale), levels)
     sparse = None
     if format.slots:
-        assert exact is not None, "a format with slots needs to know what they are for"
+        assert exact is not None, "a format with slots needs the mask of the outliers"
         dense = look_up(values, codes) * wide_scale + wide_zero
         sparse = sparse_outliers.collect(rows - dense, exact, format.slots, format.residual_dtype, format.overflows)
     words = pack(codes, format.layout)
@@ -106,20 +109,20 @@ def codes(body: CodebookArray) -> UInt16[Array, "B K T H"]:
 
 
 def dequantize(body: CodebookArray, values: Float[Array, " entries"], scale: Array | None = None, zero: Array | None = None) -> Rows:
-    """fp32 rows [B, K, T, H]. scale and zero where the format does not store them, broadcast against the rows."""
+    """Return fp32 rows [B, K, T, H]. scale and zero are given where the format does not store them; they broadcast against the rows."""
     group = body.format.group
     if group is not None:
         assert body.scale is not None, "the format stores scales"
-        assert body.zero is not None, "the format stores zeros"
+        assert body.zero is not None, "the format stores zero points"
         scale, zero = group.spread(body.scale), group.spread(body.zero)
     assert scale is not None, "a format of channels needs their scales"
-    assert zero is not None, "a format of channels needs their zeros"
+    assert zero is not None, "a format of channels needs their zero points"
     dense = look_up(values, codes(body)) * scale + zero
     return dense if body.outliers is None else sparse_outliers.add(dense, body.outliers)
 
 
 def half_range(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
-    """(scale, zero) = ((high - low) / 2, (high + low) / 2), rounded as they are stored."""
+    """Return (scale, zero) = ((high - low) / 2, (high + low) / 2), rounded to the stored dtype."""
     limit = saturation_limit(dtype)
     low, high = (jnp.clip(bound, -limit, limit) for bound in (low, high))
     return ((high - low) / 2).astype(dtype), ((high + low) / 2).astype(dtype)

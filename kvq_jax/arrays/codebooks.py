@@ -1,6 +1,6 @@
-"""Non-uniform number formats: sorted levels in [-1, 1], the code of a number, and the level of a code.
+"""Codebooks of non-uniform number formats: sorted levels in [-1, 1], the code of a number, and the level of a code.
 
-    code(y) = the nearest level's index, the lower one on a tie          level(code) = levels[code]
+    code(y) = index of the nearest level, the lower one on a tie          level(code) = levels[code]
 
 Source of NormalFloat: Dettmers et al., QLoRA, section 3 and Appendix E.
 """
@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
-NORMAL_FLOAT_TAIL = 0.9677083  # the quantile of the largest level before scaling: QLoRA's for 4 bits, used for 2 and 3 bits as well
+NORMAL_FLOAT_TAIL = 0.9677083  # the largest level before scaling is this quantile: QLoRA's for 4 bits, here used for 2 and 3 bits as well
 
 
 @functools.cache
 def uniform_levels(bits: int) -> tuple[float, ...]:
-    """2^bits equally spaced levels from -1 to 1."""
+    """Return 2^bits equally spaced levels from -1 to 1."""
     return tuple(float(level) for level in np.linspace(-1, 1, 2**bits))
 
 
 @functools.cache
 def normal_float_levels(bits: int) -> tuple[float, ...]:
-    """Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0: 2^(bits-1) positive levels, one negative level fewer."""
+    """Return quantiles of a normal distribution scaled to [-1, 1], with an exact 0, 2^(bits-1) positive levels and one fewer negative."""
     quantile, half = NormalDist().inv_cdf, 2 ** (bits - 1)
     positive = [quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half + 1)[:-1]]
     negative = [-quantile(p) for p in np.linspace(NORMAL_FLOAT_TAIL, 0.5, half)[:-1]]
@@ -34,7 +34,7 @@ def normal_float_levels(bits: int) -> tuple[float, ...]:
 
 
 def nearest_codes(y: Float[Array, "..."], levels: Float[Array, " entries"]) -> UInt8[Array, "..."]:
-    """The index of the nearest of up to 256 sorted levels; of the lower one where two are as near."""
+    """Return the index of the nearest of up to 256 sorted levels, the lower one on a tie."""
     between = (levels[1:] + levels[:-1]) / 2
     codes = jnp.zeros(y.shape, jnp.uint8)
     for i in range(between.shape[0]):
@@ -43,8 +43,10 @@ def nearest_codes(y: Float[Array, "..."], levels: Float[Array, " entries"]) -> U
 
 
 def look_up(levels: Float[Array, "entries ..."], codes: Integer[Array, "..."]) -> Float[Array, "..."]:
-    """levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the entries, bit 1 the rest. XLA's CPU backend vectorizes
-    selects, and no gather (docs/decisions.md)."""
+    """Return levels[codes] for 2^n levels, by a tree of selects: bit 0 of a code halves the entries, bit 1 the rest, and so on.
+
+    XLA's CPU backend vectorizes selects, but no gather (docs/decisions.md).
+    """
     entries = [levels[i] for i in range(levels.shape[0])]
     bit = 0
     while len(entries) > 1:

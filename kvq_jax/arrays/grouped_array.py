@@ -1,4 +1,4 @@
-"""The quantized array: packed codes with one scale (and zero) for each group, as a value with one invariant.
+"""The quantized array: packed codes with one scale (and zero point) for each group, as a value with one invariant.
 
     x[b, k, t, h]  ~  code[b, k, t, h] * scale[group] + zero[group]
 
@@ -29,11 +29,11 @@ Scheme = Literal["asym", "sym", "hybrid"]
 
 @dataclasses.dataclass(frozen=True)
 class GroupFormat:
-    """How a body is quantized. Static and hashable.
+    """The quantization format of a body. Static and hashable.
 
     `bits` counts as the scheme's paper does: symmetric and hybrid codes take one bit more (the sign), which `code_bits` includes.
-    `scale_dtype` is the dtype of scales and zeros. `heads`: how many heads a group spans (over channels only; 1, or more where it is all H
-    channels of each).
+    `scale_dtype` is the dtype of scales and zero points. `heads` is the number of heads that a group spans: 1, or more where it runs over
+    channels and takes all H of each head.
     """
 
     bits: int
@@ -95,8 +95,8 @@ def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedAr
 
 
 def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> GroupedArray:
-    """Quantizes rows [B, K, T, H], T a multiple of the block. `scheme` may name the scheme of these rows where a hybrid body takes
-    symmetric ones."""
+    """Quantize rows [B, K, T, H], T a multiple of the block. `scheme` names that of these rows where it is not the format's: a hybrid body
+    also takes symmetric groups."""
     scheme = scheme or format.scheme
     b, k, t, h = rows.shape
     grouped: Array
@@ -118,26 +118,26 @@ def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme 
 
 
 def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
-    """The unsigned codes [B, K, T, H], sign included where there is one."""
+    """Return the unsigned codes [B, K, T, H], which include the sign where there is one."""
     return unpack(body.words, body.format.layout)
 
 
 def per_element(statistic: Float[Array, "B heads groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
-    """A stored scale or zero, in fp32, repeated to one entry for each element."""
+    """Repeat a stored scale or zero point, in fp32, to one entry for each element."""
     if format.axis == "channels":
         return format.channel_group.spread(statistic)
     return jnp.repeat(statistic.astype(jnp.float32), format.group_size, axis=2)
 
 
 def zeros(body: GroupedArray) -> Float[Array, "B K groups rest"]:
-    """The zero of each group in fp32, stored or implied."""
+    """Return the zero point of each group in fp32, stored or implied."""
     if body.zero is not None:
         return body.zero.astype(jnp.float32)
     return -body.format.centre * body.scale.astype(jnp.float32)
 
 
 def dequantize(body: GroupedArray) -> Float[Array, "B K T H"]:
-    """code * scale + zero, fp32 [B, K, T, H]. Exact for the codes."""
+    """Return code * scale + zero, fp32 [B, K, T, H]: what the codes stand for, to fp32 rounding."""
     scale = per_element(body.scale, body.format)
     return codes(body).astype(jnp.float32) * scale + per_element(zeros(body), body.format)
 
@@ -148,8 +148,10 @@ def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
 
 
 def resolve_group(requested: int, size: int, what: str, largest: int = 32) -> int:
-    """The group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to `largest`. ValueError lists the
-    divisors."""
+    """Return the group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to `largest`.
+
+    Raises ValueError, listing the divisors, where `requested` is none of them.
+    """
     if requested == 0:
         return divisors(size, largest)[-1]
     if size % requested:

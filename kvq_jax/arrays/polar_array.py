@@ -1,4 +1,4 @@
-"""The polar form of keys: an angle and a radius for each RoPE pair (i, i + H/2), coded together.
+"""The polar form of keys: an angle and a radius for each RoPE pair (i, i + H/2), packed into one code.
 
     k_i = r cos(theta),  k_{i+H/2} = r sin(theta)               code = radius code << angle_bits | angle code
 
@@ -37,7 +37,7 @@ OfGroups = Float[Array, "B K groups half"]
 
 @dataclasses.dataclass(frozen=True)
 class PolarFormat:
-    """How keys are coded. Static and hashable. cut: where the circle of a group's angles is opened, "fixed" at the angle 0."""
+    """The quantization format of keys. Static and hashable. cut: where the circle of a group's angles is opened, "fixed" at the angle 0."""
 
     angle_bits: int
     radius_bits: int
@@ -60,8 +60,11 @@ class PolarFormat:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class PolarArray:
-    """words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token; the others [B, K, S/group, H/2], None on the global
-    grid: step and least of the radii and of the angles."""
+    """Packed codes of keys in polar form, with their scales and zero points.
+
+    words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token. The others, [B, K, S/group, H/2], are the step (scale) and
+    the least value (zero) of the radii and of the angles; None on the global grid.
+    """
 
     words: Words
     radius_scale: OfGroups | None
@@ -80,8 +83,10 @@ def specs(format: PolarFormat, batch: int, heads: int, tokens: int) -> PolarArra
 
 
 def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs, Bool[Array, "B K T half"]]:
-    """(radius, angle in [-pi, pi), which pairs are finite) in fp32. A NaN counts as 0, an infinite entry as one of magnitude `limit`, which
-    bounds radii too."""
+    """Return the radii, the angles in [-pi, pi), both fp32, and the mask of finite pairs.
+
+    A NaN counts as 0, an infinite entry as one of magnitude `limit`, which bounds radii too.
+    """
     x, y = jnp.split(rows.astype(jnp.float32), 2, axis=-1)
     finite = jnp.isfinite(x) & jnp.isfinite(y)
     x, y = (jnp.where(jnp.isnan(part), 0, jnp.clip(part, -limit, limit)) for part in (x, y))
@@ -90,7 +95,7 @@ def to_polar(rows: Float[Array, "B K T H"], limit: float) -> tuple[Pairs, Pairs,
 
 
 def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Array, "B K 1 half"] | None = None) -> PolarArray:
-    """Codes keys [B, K, T, H] after RoPE, T a multiple of the block. step: of the radii, on the global grid."""
+    """Quantize keys [B, K, T, H] after RoPE, T a multiple of the block. step: that of the radii, on the global grid only."""
     radius, angle, finite = to_polar(rows, saturation_limit(format.scale_dtype))
     if format.grid == "global":
         assert step is not None, "the global grid has a step for each pair"
@@ -107,12 +112,12 @@ def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Arr
 
 
 def dequantize(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K T H"]:
-    """fp32 keys [B, K, T, H]. step: of the radii, on the global grid."""
+    """Return fp32 keys [B, K, T, H]. step: that of the radii, on the global grid only."""
     return jnp.concatenate(key_halves(body, step), axis=-1)
 
 
 def key_halves(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> tuple[Pairs, Pairs]:
-    """(k_i, k_{i+H/2}) in fp32. cos and sin are chosen from tables, which for groups are made once for all tokens of a group."""
+    """Return (k_i, k_{i+H/2}) in fp32. cos and sin are looked up in tables, made once for all tokens of a group."""
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
     if format.grid == "global":
@@ -126,10 +131,10 @@ def key_halves(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None)
 
 
 def row_scores(q: Float[Array, "B K 1 H"], body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> Float[Array, "B K 1 T"]:
-    """q . k for one query row, fp32: its products with the angles are looked up and multiplied by the radius; no key is made.
+    """Return q . k for one query row, fp32. Its products with the angles are looked up and multiplied by the radius; no key is made.
 
-    Global grid: from a table of q_i cos(theta) + q_{i+H/2} sin(theta), 2^angle_bits entries for each pair, one for the whole cache. Groups:
-    with theta = high + low as in `_half_tables`,
+    On the global grid, one table of q_i cos(theta) + q_{i+H/2} sin(theta) serves the whole cache, with 2^angle_bits entries for each pair.
+    For groups, with theta = high + low as in `_half_tables`,
 
         q . k = r (cos(high) (q_i cos(low) + q_{i+H/2} sin(low)) + sin(high) (q_{i+H/2} cos(low) - q_i sin(low)))
     """
@@ -150,7 +155,7 @@ def row_scores(q: Float[Array, "B K 1 H"], body: PolarArray, step: Float[Array, 
 
 
 def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array]:
-    """(radii in fp32, codes of angles): [B, K, T, H/2] on the global grid, [B, K, groups, size, H/2] for groups."""
+    """Return (fp32 radii, codes of the angles): [B, K, T, H/2] on the global grid, [B, K, groups, size, H/2] for groups."""
     format = body.format
     codes = unpack(body.words, format.layout).astype(jnp.uint16)
     angle_codes, radius = codes & jnp.uint16((1 << format.angle_bits) - 1), (codes >> jnp.uint16(format.angle_bits)).astype(jnp.float32)
@@ -163,23 +168,23 @@ def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array
 
 
 def _full_circle(format: PolarFormat) -> Float[Array, "entries 1 1 1 1"]:
-    """The angles of the global grid."""
+    """Return the angles of the global grid."""
     entries = 1 << format.angle_bits
     return jnp.arange(entries, dtype=jnp.float32).reshape(-1, 1, 1, 1, 1) * (TURN / entries) - math.pi
 
 
 def _halves(angle_codes: Array, format: PolarFormat) -> tuple[Array, Array]:
-    """The low and the high bits of angle codes."""
+    """Split angle codes into their low and high bits."""
     low_bits = format.angle_bits // 2
     return angle_codes & jnp.uint16((1 << low_bits) - 1), angle_codes >> jnp.uint16(low_bits)
 
 
 def _half_tables(body: PolarArray) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """(cos, sin) of what the low bits of a code add to an angle, and of where its high bits begin; [entries, B, K, groups, 1, H/2] each.
+    """Return (cos, sin) of the angles that a code's low bits add, and of those at which its high bits start.
 
-    An angle is the sum of the two, so two lists of 2^(b/2) entries do for one of 2^b: 12 selects for a pair in place of 30 at 4 bits. The
-    loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving the cosines into the loop over tokens: it does so
-    past any barrier (docs/decisions.md).
+    Each is [entries, B, K, groups, 1, H/2]. An angle is the sum of the two, so two tables of 2^(b/2) entries take the place of one of 2^b:
+    12 selects for a pair instead of 30 at 4 bits. The loop of two steps, sin v = cos(v - pi/2), is what keeps XLA's CPU backend from moving
+    the cosines into the loop over tokens: it does so past any barrier (docs/decisions.md).
     """
     scale, zero = (s.astype(jnp.float32)[None, :, :, :, None] for s in (body.angle_scale, body.angle_zero) if s is not None)
     low = 1 << body.format.angle_bits // 2
@@ -199,7 +204,10 @@ def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"],
 def _floor_codes(
     v: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"], bits: int, format: PolarFormat
 ) -> tuple[UInt16[Array, "B K groups size half"], OfGroups, OfGroups]:
-    """(codes, step, least): bins of the range of what counts, both ends as they are stored. A group where nothing counts has the bin 0."""
+    """Return (codes, step, least): the bin of each entry in its group's range, whose step and least value are as they are stored.
+
+    Only entries that are `counted` make the range; a group without any has bin 0 everywhere.
+    """
     low, high = jnp.min(jnp.where(counted, v, jnp.inf), axis=3), jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
     step, least = ((high - low) / (1 << bits)).astype(format.scale_dtype), low.astype(format.scale_dtype)
@@ -209,7 +217,7 @@ def _floor_codes(
 
 
 def _start(angle: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"]) -> Array:
-    """The angle in [-pi, pi) that ends the largest gap between the angles of a group. [B, K, groups, 1, H/2]."""
+    """Return the angle in [-pi, pi) at which the largest gap between the angles of a group ends, [B, K, groups, 1, H/2]."""
     first = jnp.min(jnp.where(counted, angle, jnp.inf), axis=3, keepdims=True)
     first = jnp.where(jnp.isfinite(first), first, 0)
     ordered = jnp.sort(jnp.where(counted, angle, first), axis=3)
@@ -218,6 +226,6 @@ def _start(angle: Float[Array, "B K groups size half"], counted: Bool[Array, "B 
 
 
 def _in_groups(v: Array, size: int) -> Array:
-    """[B, K, T, half] -> [B, K, T / size, size, half]."""
+    """Split tokens into groups: [B, K, T, half] -> [B, K, T / size, size, half]."""
     b, k, t, half = v.shape
     return v.reshape(b, k, t // size, size, half)

@@ -1,10 +1,10 @@
-"""A fixed number of exact entries for each token: what a dense code cannot hold, beside it.
+"""Sparse outliers: a fixed number of entries for each token that its dense codes cannot hold, stored beside them as residuals.
 
     x^[t, i] = dense[t, i] + sum over slots e with index[t, e] == i of residual[t, e]
 
-The width is a layer's whole KV width, all heads side by side: entry i = k * H + h. Slots of a token are sorted by index; an unused slot has
-index 65535 and residual 0. Source: the dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7, with a shape that
-does not depend on the data.
+i runs over the layer's whole KV width, all heads side by side: i = k * H + h. The slots of a token are sorted by index; an unused slot has
+index 65535 and residual 0. Source: the dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7, here in a shape
+that does not depend on the data.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ UNUSED = 65535
 @pytree
 @dataclasses.dataclass(frozen=True)
 class SparseOutliers:
-    """index [B, E, S] uint16; residual [B, E, S]; dropped [B, S] uint8: how many outliers of a token found no slot (255: that many or
-    more), None where none can be."""
+    """E slots for each of S tokens: index [B, E, S] uint16, residual [B, E, S].
+
+    dropped [B, S] uint8 counts the outliers of a token that have no slot (255: that many or more); None where every outlier has one.
+    """
 
     index: UInt16[Array, "B E S"]
     residual: Float[Array, "B E S"]
@@ -35,10 +37,11 @@ class SparseOutliers:
 
 
 def slots_per_side(fraction: float, width: int) -> int:
-    """SparseOutliers on each side of a vector of `width` entries: how many lie on or beyond its linearly interpolated quantile of order
-    1 - fraction / 2, which are 1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01.
+    """Return the number of outliers on each side of a vector of `width` entries.
 
-    0 for a fraction of 0. ValueError where the fraction is less than one entry, or all of them.
+    These are the entries on or beyond its linearly interpolated quantile of order 1 - fraction / 2, in number 1 + floor((width - 1) *
+    fraction / 2): 21 of 4096 entries for 0.01. A fraction of 0 has none. Raises ValueError where the fraction is less than one entry or not
+    below 0.5, or where the width does not fit the indices.
     """
     if fraction == 0:
         return 0
@@ -53,7 +56,7 @@ def slots_per_side(fraction: float, width: int) -> int:
 
 
 def specs(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> SparseOutliers:
-    """Describe the arrays of a body of `tokens` tokens with `slots` exact entries each."""
+    """Describe the arrays of a body of `tokens` tokens with `slots` outliers each."""
     rows, along = Axis("batch", batch), Axis("tokens", tokens)
     index, residual = (BodySpec((rows, Axis("none", slots), along), kind) for kind in ("uint16", dtype))
     dropped = BodySpec((rows, along), "uint8") if overflows else None
@@ -61,19 +64,19 @@ def specs(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> S
 
 
 def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slots: int, dtype: str, overflows: bool) -> SparseOutliers:
-    """The masked entries, those of the largest residuals where there are more than slots."""
+    """Collect the masked entries into slots; where there are too many, those with the largest residuals."""
     flat, wanted = _flat(residual), _flat(mask)
     size, index = lax.top_k(jnp.where(wanted, jnp.abs(flat), -1.0), slots)
-    found = size >= 0
+    used = size >= 0
     limit = float(jnp.finfo(dtype).max)
-    values = jnp.where(found, jnp.clip(jnp.take_along_axis(flat, index, axis=-1), -limit, limit), 0)
-    index, values = lax.sort((jnp.where(found, index, UNUSED), values), num_keys=1)
+    values = jnp.where(used, jnp.clip(jnp.take_along_axis(flat, index, axis=-1), -limit, limit), 0)
+    index, values = lax.sort((jnp.where(used, index, UNUSED), values), num_keys=1)
     dropped = jnp.clip(jnp.sum(wanted, axis=-1) - slots, 0, 255).astype(jnp.uint8) if overflows else None
     return SparseOutliers(jnp.swapaxes(index, 1, 2).astype(jnp.uint16), jnp.swapaxes(values, 1, 2).astype(dtype), dropped)
 
 
 def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array, "B K T H"]:
-    """Dense rows with the residuals added. Unused slots point beyond the last head, where a scatter drops them."""
+    """Return dense rows with the residuals added. Unused slots point beyond the last head, where a scatter drops them."""
     batch, _, tokens, head_dim = dense.shape
     index = outliers.index.astype(jnp.int32)
     rows, token = jnp.arange(batch)[:, None, None], jnp.arange(tokens)[None, None]
@@ -87,6 +90,6 @@ def counts(outliers: SparseOutliers) -> tuple[Int[Array, "B S"], Int[Array, "B S
 
 
 def _flat(rows: Array) -> Array:
-    """[B, K, T, H] -> [B, T, K * H]."""
+    """Lay heads side by side: [B, K, T, H] -> [B, T, K * H]."""
     batch, _, tokens, _ = rows.shape
     return jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)

@@ -2,7 +2,7 @@
 
 A codec describes its body as a tree of `BodySpec`; the state holds arrays of the same tree. 16-bit floats are stored as the uint16 that
 holds their bits: XLA's CPU backend widens a slice of them by converting the whole array to float32, each step; integers it moves as they
-are (docs/decisions.md). Everything here takes and returns values in their own dtype, but for `stored` trees, which are as the state holds
+are (docs/decisions.md). Everything here takes and returns values in their own dtype, except `stored` trees, which are as the state holds
 them. `block` is always the codec's tree of descriptions for one block: the entries of its token axes are those of a block.
 """
 
@@ -22,11 +22,11 @@ from kvq_jax.arrays.packing import PlaneLayout
 
 @dataclasses.dataclass(frozen=True)
 class BodySpec(ArraySpec):
-    """One array that grows with the body's tokens. `dtype` is that of its values."""
+    """The description of one array that grows with the body's tokens. `dtype` is that of its values."""
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The array that the state stores."""
+        """The shape and the dtype of the array that the state stores."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype("uint16" if self._as_bits else self.dtype))
 
     @property
@@ -41,18 +41,18 @@ class BodySpec(ArraySpec):
 
 
 def word_specs(layout: PlaneLayout, batch: int, heads: int, tokens: int) -> tuple[BodySpec, ...]:
-    """The packed words of each plane set: [B, K, S/n, w], where n tokens share a row of w words."""
+    """Describe the packed words of each plane set: [B, K, S/n, w], where n tokens share a row of w words."""
     rows = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens, per=layout.slots)
     return tuple(BodySpec((*rows, Axis("none", layout.words(bits))), "int16") for bits in layout.sets)
 
 
 def load_body(block: Tree, stored: Tree) -> Tree:
-    """All values of a stored body."""
+    """Return all values of a stored body."""
     return jax.tree.map(lambda spec, array: spec.load(array), block, stored)
 
 
 def load_chunk(block: Tree, stored: Tree, start: Int[Array, ""], blocks: int) -> Tree:
-    """Values of `blocks` blocks of every row, from block `start` on."""
+    """Return the values of `blocks` blocks of every row, from block `start` on."""
 
     def cut(spec: BodySpec, array: Array) -> Array:
         entries = spec["tokens"].size
@@ -62,7 +62,7 @@ def load_chunk(block: Tree, stored: Tree, start: Int[Array, ""], blocks: int) ->
 
 
 def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> Tree:
-    """Values of `blocks` blocks of each row b, from block start[b] on."""
+    """Return the values of `blocks` blocks of each row b, from block start[b] on."""
 
     def cut(spec: BodySpec, array: Array) -> Array:
         entries, batch, tokens = spec["tokens"].size, spec.axis("batch"), spec.axis("tokens")
@@ -76,7 +76,7 @@ def load_row_blocks(block: Tree, stored: Tree, start: LengthsB, blocks: int) -> 
 
 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
-    """`stored` with blocks first[b] .. first[b] + count[b] - 1 of each row b replaced by the leading blocks of `values`."""
+    """Return `stored` with blocks first[b] .. first[b] + count[b] - 1 of each row b replaced by the leading blocks of `values`."""
     return jax.tree.map(lambda spec, old, new: _store(spec, old, spec.store(new), first, count), block, stored, values)
 
 

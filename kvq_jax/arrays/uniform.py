@@ -6,18 +6,18 @@ All three return unsigned codes u with  x ~ u * scale + zero,  so that reading a
     symmetric(b)    m = 2^b - 1,  scale = max|x| / m,  zero = -m * scale (implied),  u in 0 .. 2m: b bits and a sign  (InnerQ, 4.1.1)
     hybrid(b)       per group, whichever of the two has the smaller L1 error; ties go to asymmetric         (InnerQ, 4.1.2)
 
-Statistics use finite entries only. +-inf is coded as the group's finite extreme and nan as its level nearest zero. Rounding is half to
-even.
+Ranges are those of the finite entries. +-inf is quantized as the group's finite extreme and nan as its level nearest zero. Rounding is half
+to even.
 
-Codes are computed against the scale and zero *as stored*. Rounding these to 16 bits moves the range: an entry inside the stored range is
-off by at most half a step, and one that it leaves outside by as far as the ends moved,
+Codes are computed against the scale and zero point *as stored*. Rounding these to 16 bits moves the range: an entry inside the stored range
+is off by at most half a step, and one left outside by as far as the ends moved,
 
     |x^ - x| <= max(scale / 2, (ulp(zero) + top * ulp(scale)) / 2)        ulp: spacing of the stored dtype there; top: the largest code
 
-So a group far from zero can cost more than its steps: around 100, half an ulp of a float16 zero is 0.03, and a constant group decodes to
-its value rounded to the stored dtype (100.03 to 100.0). Where the zero is implied its ulp counts nothing; where it is written out for a
-symmetric group of a hybrid body, half of it is added. Entries beyond half the stored dtype's range (32752 for float16) saturate there
-first.
+So a group far from zero can cost more than its steps: around 100, half an ulp of a float16 zero point is 0.03, and a constant group
+dequantizes to its value rounded to the stored dtype (100.03 to 100.0). Where the zero point is implied, its ulp counts nothing; where it is
+written out for a symmetric group of a hybrid body, half of it is added. Entries beyond half the stored dtype's range (32752 for float16)
+saturate there first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Axes: TypeAlias = int | tuple[int, ...]
 
 
 class GroupCodes(NamedTuple):
-    """Codes of groups laid along `axis`, with scale and zero of size 1 there. `zero` is None for symmetric: it is -(2^b - 1) * scale."""
+    """Codes of groups along some axes; scale and zero point have size 1 there. `zero` is None for symmetric: it is -(2^b - 1) * scale."""
 
     codes: UInt8[Array, "..."]
     scale: Float[Array, "..."]
@@ -41,7 +41,7 @@ class GroupCodes(NamedTuple):
 
 
 def finite_range(x: Float[Array, "..."], axis: Axes, limit: float) -> tuple[Array, Array, Array]:
-    """(x without non-finite entries, minimum, maximum) over the finite entries of each group; a group with none counts as zeros."""
+    """Return (x without non-finite entries, minimum, maximum) over the finite entries of each group; a group with none counts as zeros."""
     finite = jnp.isfinite(x)
     x = jnp.clip(x, -limit, limit)
     low = jnp.min(jnp.where(finite, x, jnp.inf), axis, keepdims=True)
@@ -60,12 +60,12 @@ def _code_dtype(top: int) -> DTypeLike:
 
 
 def saturation_limit(dtype: DTypeLike) -> float:
-    """Largest magnitude that is coded without saturating: a group's range must fit the stored dtype."""
+    """Return the largest magnitude that is quantized without saturating: a group's range must fit the stored dtype."""
     return float(jnp.finfo(dtype).max) / 2
 
 
 def asymmetric(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
-    """Asymmetric codes of x (fp32), grouped along `axis`; scale and zero are stored as `dtype`."""
+    """Quantize x asymmetrically, in fp32, in groups along `axis`; scale and zero point are stored as `dtype`."""
     top = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
     scale, zero = ((high - low) / top).astype(dtype), low.astype(dtype)
@@ -73,19 +73,21 @@ def asymmetric(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike =
 
 
 def symmetric(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
-    """Symmetric codes of x (fp32): b-bit magnitudes with a sign, in offset binary 0 .. 2 * (2^b - 1)."""
+    """Quantize x symmetrically, in fp32: b-bit magnitudes with a sign, in offset binary 0 .. 2 * (2^b - 1)."""
     reach = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
     scale = (jnp.maximum(-low, high) / reach).astype(dtype)
     codes = _levels(x, scale, -reach * scale.astype(jnp.float32), 2 * reach)
-    # a group of zeros has scale 0: any code decodes to 0, the middle one is the canonical choice
+    # a group of zeros has scale 0: any code dequantizes to 0, the middle one is the canonical choice
     codes = jnp.where(scale == 0, reach, codes)
     return GroupCodes(codes.astype(_code_dtype(2 * reach)), scale, None)
 
 
 def hybrid(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
-    """Per group the better of symmetric(b) and asymmetric(b) by L1 error. A symmetric group stores zero = -m * scale, so one rule decodes
-    both."""
+    """Quantize each group by whichever of symmetric(b) and asymmetric(b) has the smaller L1 error.
+
+    A symmetric group stores zero = -m * scale, so that one rule dequantizes both.
+    """
     reach = 2**bits - 1
     asym, sym = asymmetric(x, bits, axis, dtype), with_stored_zero(symmetric(x, bits, axis, dtype), bits)
     clean, _, _ = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
@@ -96,12 +98,12 @@ def hybrid(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp
 
 
 def with_stored_zero(group: GroupCodes, bits: int) -> GroupCodes:
-    """A symmetric group with its implied zero written out (rounded once to the stored dtype; at most 2^-11 of max|x| in float16)."""
+    """Write out the implied zero point of a symmetric group, rounded once to the stored dtype (by at most 2^-11 of max|x| in float16)."""
     zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(group.scale.dtype)
     return group._replace(zero=zero)
 
 
 def dequantize(group: GroupCodes) -> Float[Array, "..."]:
-    """u * scale + zero in fp32, for groups that store their zero."""
+    """Return u * scale + zero in fp32, for groups that store their zero point."""
     assert group.zero is not None
     return group.codes.astype(jnp.float32) * group.scale.astype(jnp.float32) + group.zero.astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""What a method supplies for one side of one layer: how rows become a compressed body, and how attention reads it.
+"""The interface of codecs: how the rows of one side of one layer become a compressed body, and how attention reads it.
 
 A codec is a frozen dataclass of resolved static values (bits, group size, head dim); its functions are pure. `params` are the method's
-parameters for this layer and side (calibrated tables, bases; `()` for methods without any, see `parameters`), `stats` what the prompt
-fixed (`()` for methods without prompt statistics).
+parameters for this layer and side (calibrated tables, bases; `()` for methods without any, see `parameters`), `stats` its prompt statistics
+(`()` for methods without any).
 
 Only `rows`, `body`, `outlier_slots`, `quantize` and `dequantize` must be written; attention then works through `dequantize`. `query`,
 `scores` and `weighted` exist for codecs whose algebra does better than dequantizing every element: a scale times a partial dot product, a
@@ -34,7 +34,7 @@ Side = Literal["k", "v"]
 
 
 class KernelJob(NamedTuple):
-    """Rows in uniform groups, divided by `divisor` [B, K, 1, H] before they are coded where it is given."""
+    """The quantization kernel's job: rows in uniform groups, first divided by `divisor` [B, K, 1, H] where one is given."""
 
     format: GroupFormat
     scheme: Scheme
@@ -42,22 +42,22 @@ class KernelJob(NamedTuple):
 
 
 class OutlierCounts(NamedTuple):
-    """How many outliers of each token have an exact slot, and how many found none."""
+    """The numbers of each token's outliers that have a slot and that have none."""
 
     kept: Int[Array, "B S"]
     dropped: Int[Array, "B S"]
 
 
 class Codec(abc.ABC):
-    """Codes one side (K or V) of one layer's cache. Laws, tested over the method table:
+    """The quantizer of one side (K or V) of one layer's cache. Laws, tested over the method table:
 
-    - `quantize` codes whole blocks independently: quantize(a ++ b) == quantize(a) ++ quantize(b) along tokens.
+    - `quantize` treats whole blocks independently: quantize(a ++ b) == quantize(a) ++ quantize(b) along tokens.
     - Rows of the batch are independent: a prompt has the same codes alone and inside a batch.
     - `scores(query(q), body) == q . vectors(dequantize(body))` and `weighted(p, body) == p . vectors(dequantize(body))`,
       to fp32 rounding.
 
-    takes_weights: some of its parameters come from the layer's weights (`from_weights`). rebuilds: its rows are no keys or values, which
-    are made from them and the weights. unprompted: the value of every prompt statistic of a row that never had a prompt.
+    takes_weights: some of its parameters come from the layer's weights (`from_weights`). rebuilds: its rows are not keys or values, but
+    what these are made from with the weights. unprompted: the value of every prompt statistic of a row that never had a prompt.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -65,14 +65,14 @@ class Codec(abc.ABC):
     unprompted: ClassVar[float] = 1.0
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a class that stores arrays of its own, but inherits from another class how many outliers are among them."""
+        """Refuse a class that stores arrays of its own, but inherits the number of outliers among them from another class."""
         super().__init_subclass__(**arguments)
         if "body" in vars(cls) and "outlier_slots" not in vars(cls):
             raise TypeError(f"{cls.__name__} defines body, so it must define outlier_slots too (return 0 where it stores no outliers)")
 
     @property
     def joint(self) -> bool:
-        """Return True where both sides share one body and its windows, which the key side's codec quantizes, and one tree of parameters."""
+        """Return True where both sides share one body, its windows and one tree of parameters, which the key side's codec handles."""
         return False
 
     @property
@@ -90,7 +90,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        """Return what is cached for new tokens: exact in the windows, coded in the body."""
+        """Return the rows that are cached for new tokens: in full precision in the windows, quantized in the body."""
 
     @abc.abstractmethod
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
@@ -98,15 +98,15 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def outlier_slots(self, heads: int) -> int:
-        """Return how many entries of a token, its K heads together, the body can keep exact at places that the data choose; 0 for none."""
+        """Return the number of outliers of a token, over its K heads, that the body can store at places chosen by the data; 0 for none."""
 
     @abc.abstractmethod
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
-        """Code whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
+        """Quantize whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
 
     @abc.abstractmethod
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
-        """Return the rows that a body stands for, fp32 unless stored exactly."""
+        """Return the rows that a body stands for, fp32 unless they are stored in full precision."""
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         """Describe what a calibration must put into `params` for K KV heads, by name; empty for codecs that need nothing."""
@@ -115,9 +115,10 @@ class Codec(abc.ABC):
     def calibrate(
         self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """Fit the parameters to what `rows` gave for tokens of a calibration text and the gradient of the mean loss with respect to it.
+        """Fit the parameters to the cached rows of a calibration text and the gradients of the mean loss with respect to them.
 
-        Raises ValueError, in one line, where they cannot be had from these rows; NotImplementedError for codecs without any."""
+        Raises ValueError, in one line, where these rows do not determine them; NotImplementedError for codecs without parameters to fit.
+        """
         raise NotImplementedError(f"{type(self).__name__} takes no calibration")
 
     def from_weights(self, weights: LayerWeights) -> Tree:
@@ -136,7 +137,7 @@ class Codec(abc.ABC):
         return ""
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """Return what the prompt fixes for each row of the batch, from its valid tokens at positions >= first: arrays as
+        """Return the statistics that the prompt fixes for each batch row, from its valid tokens at positions >= first: arrays as
         `statistics_spec` describes them."""
         return ()
 
@@ -173,7 +174,7 @@ class Codec(abc.ABC):
         return weigh_rows(weights, values)
 
     def kernel_reader(self) -> Reader | str:
-        """Return what fused kernels read the body with, or one line that says why there is none."""
+        """Return the reader with which fused kernels read the body, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
@@ -181,14 +182,14 @@ class Codec(abc.ABC):
         return jax.tree.leaves(body)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        """Return what `pallas_kernels.quantize.kernel` is to do; None where `quantize` has no kernel."""
+        """Return the job that `pallas_kernels.quantize.kernel` does in place of `quantize`; None where it cannot."""
         return None
 
-    # What others ask of a codec. A codec that wraps another passes these on; one that stores outliers must define `outlier_counts`.
+    # Properties that others ask for. A codec that wraps another passes these on; one that stores outliers must define `outlier_counts`.
 
     @property
     def exact(self) -> bool:
-        """Return True where the body holds rows as they are, so that nothing is quantized."""
+        """Return True where the body holds rows in full precision, so that nothing is quantized."""
         return False
 
     def outlier_counts(self, body: Tree) -> OutlierCounts:
@@ -199,7 +200,7 @@ class Codec(abc.ABC):
 
     @property
     def code_layout(self) -> PlaneLayout | None:
-        """Return how codes are packed into words; None where the body packs none in planes."""
+        """Return the layout of the packed codes; None where the body packs none in planes."""
         return None
 
     @property
@@ -209,13 +210,15 @@ class Codec(abc.ABC):
 
     @property
     def channel_group_bits(self) -> int | None:
-        """Return the bits of codes whose scale the channels of a token share, as they were in the model, so that one channel with a large
-        constant makes the steps of all others coarse; None for other codecs."""
+        """Return the bits of codes in groups of the model's own channels; None for other codecs.
+
+        The channels of such a group share a token's scale, so one channel with a large constant makes the steps of all others coarse.
+        """
         return None
 
     @property
     def normalizes_channels(self) -> bool:
-        """Return True where rows are divided by a norm of each channel before they are coded."""
+        """Return True where rows are divided by a norm of each channel before they are quantized."""
         return False
 
     def subtracted_bias(self, params: Tree, head_dim: int) -> Float[Array, "K H"] | None:
@@ -228,7 +231,7 @@ class Codec(abc.ABC):
         return None
 
     def paper_bytes(self, elements: int) -> int | None:
-        """Return the bytes of so many elements in the layout that the method's paper counts with; None where it is what is stored here."""
+        """Return the bytes of so many elements in the layout that the method's paper counts with; None where it is the one stored here."""
         return None
 
     def describe(self) -> dict[str, Any]:
@@ -237,9 +240,9 @@ class Codec(abc.ABC):
 
 
 class CrossLayerCodec(Codec):
-    """Codes the rows of both sides as the difference from what the layers below already say of them.
+    """The quantizer of the rows of both sides as their difference from what the layers below predict.
 
-    The accumulator, an array [B, S, D] over the body's tokens, flows through the layers as `carry`. `body` holds coded differences, and
+    The accumulator, an array [B, S, D] over the body's tokens, flows through the layers as `carry`. `body` holds quantized differences, and
     attention reads the accumulator as it is after this layer, so `scores` and `weighted` get a chunk of that in place of the body.
     """
 
@@ -259,7 +262,7 @@ class CrossLayerCodec(Codec):
     @property
     @abc.abstractmethod
     def accumulate_flops(self) -> int:
-        """Return the FLOPs of adding one token's decoded differences to the accumulator; a multiply-add counts as two."""
+        """Return the FLOPs of adding one token's dequantized differences to the accumulator; a multiply-add counts as two."""
 
     @abc.abstractmethod
     def accumulator(self, batch: int, tokens: int) -> BodySpec:
@@ -267,28 +270,28 @@ class CrossLayerCodec(Codec):
 
     @abc.abstractmethod
     def expected(self, params: Tree, accumulator: Float[Array, "B T D"]) -> CachedRows:
-        """Return the rows as the layers below tell them, fp32: what is subtracted before coding and added after decoding."""
+        """Return the rows that the layers below predict, fp32: subtracted before quantization and added after dequantization."""
 
     @abc.abstractmethod
     def accumulated(
         self, params: Tree, accumulator: Float[Array, "B T D"] | Float[Array, ""], differences: CachedRows
     ) -> Float[Array, "B T D"]:
-        """Return the accumulator with this layer's decoded differences added, fp32. The base layer's starts as a scalar 0."""
+        """Return the accumulator with this layer's dequantized differences added, fp32. The base layer's starts as a scalar 0."""
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         entry = getattr(value, field.name)
         if dataclasses.is_dataclass(entry):
-            found |= _plain_fields(entry)
+            plain |= _plain_fields(entry)
         elif isinstance(entry, str | int | float) and field.name != "side":
-            found[field.name] = entry
-    return found
+            plain[field.name] = entry
+    return plain
 
 
 def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBKTH:
-    """Return the rows that a method keeps for a side. Raises ValueError, naming it, where the caller did not supply them."""
+    """Return the rows that a method keeps for a side. Raises ValueError, naming them, where the caller did not supply them."""
     rows = inputs.v if side == "v" else inputs.k_pre if pre_rope else inputs.k_rot
     if rows is None:
         raise ValueError("this method caches keys before RoPE and needs k_pre: it is None")

@@ -6,8 +6,8 @@
 with i over the RoPE pairs, p the key's position, w and a of rope.py. A and B belong to a query and are computed once; cosines and sines of
 a chunk's positions serve all heads. So scores cost one product [rows of all heads, H] x [H, C] more, and no key is made for any head.
 
-What for: groups that span channels share a scale, and a channel with a constant of 100 makes it coarse for all of them (Qwen2 and Qwen2.5
-have such biases). Without the bias, codes do not depend on it at all.
+The reason: the channels of a group share a scale, and one with a constant of 100 makes it coarse for all of them (Qwen2 and Qwen2.5 have
+such biases). Without the bias, codes do not depend on it at all.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ OPTION = "subtract_bias=true"
 
 @dataclasses.dataclass(frozen=True)
 class BiasSubtracting(Codec):
-    """The key codec `inner`, of keys without their bias. Windows hold rows without it too, and `vectors` restores it.
+    """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too, and `vectors` restores it.
 
-    Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact: the bias adds fp32 rounding of its share of the scores
-    (relative 2^-24 of |q| |b|), as it does in the model.
+    Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact to fp32 rounding of the bias's share of the scores
+    (relative 2^-24 of |q| |b|), as in the model.
     """
 
     inner: Codec
@@ -92,7 +92,7 @@ class BiasSubtracting(Codec):
         return (keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)).astype(keys.dtype)
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> tuple[Tree, Float[Array, "B K R H"]]:
-        """What `inner` needs, and A and B beside each other."""
+        """Return the query of `inner`, and A and B side by side."""
         first, second = jnp.split(q.astype(jnp.float32), 2, axis=-1)
         b_first, b_second = jnp.split(bias_of(params, q.shape[-1])[None, :, None], 2, axis=-1)
         turning = [first * b_first + second * b_second, second * b_first - first * b_second]
@@ -146,7 +146,7 @@ class BiasSubtracting(Codec):
 
 
 def check_bias(weights: LayerWeights) -> None:
-    """ValueError, in one line, where the layer's keys hold no bias that could be subtracted."""
+    """Raise ValueError, in one line, where the layer's keys hold no bias that could be subtracted."""
     if weights.k_bias is None:
         raise ValueError(f"{OPTION}: this model's key projection has no bias; leave the option out")
     if weights.k_norm is not None:
@@ -154,20 +154,20 @@ def check_bias(weights: LayerWeights) -> None:
 
 
 def bias_of(params: Tree, head_dim: int) -> Float[Array, "K H"]:
-    """The bias of each KV head, fp32. ValueError where parameters were not prepared."""
+    """Return the bias of each KV head, fp32. Raises ValueError where parameters were not prepared."""
     if not params:
         raise ValueError(f"{OPTION} needs the key projection's bias: kvq.prepare_layer or kvq_models.prepare attaches it")
     return params["bias"].astype(jnp.float32).reshape(-1, head_dim)
 
 
 def rotated_bias(params: Tree, head_dim: int, positions: Int[Array, "#B T"], rope: Rope | None) -> Float[Array, "B K T H"]:
-    """R_p b for each position, fp32."""
+    """Return R_p b for each position, fp32."""
     bias = bias_of(params, head_dim)[None, :, None]
     return rotate(jnp.broadcast_to(bias, (positions.shape[0], bias.shape[1], positions.shape[1], head_dim)), positions, _given(rope))
 
 
 def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:
-    """The same tokens with keys as if the projection had no bias, in the dtype of the keys."""
+    """Return the same inputs with keys as if the projection had no bias, in the dtype of the keys."""
     head_dim, dtype = inputs.k_rot.shape[-1], inputs.k_rot.dtype
     k_rot = inputs.k_rot.astype(jnp.float32) - rotated_bias(params, head_dim, inputs.positions, inputs.rope)
     k_pre = None if inputs.k_pre is None else inputs.k_pre.astype(jnp.float32) - bias_of(params, head_dim)[None, :, None]
@@ -175,7 +175,7 @@ def _without(params: Tree, inputs: LayerInputs) -> LayerInputs:
 
 
 def _own(params: Tree) -> Tree:
-    """The inner codec's parameters."""
+    """Return the inner codec's parameters."""
     return {name: value for name, value in params.items() if name != "bias"} if params else ()
 
 

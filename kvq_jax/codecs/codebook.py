@@ -1,4 +1,4 @@
-"""The codec of formats with fixed levels (NormalFloat): each group of channels of a token is scaled to the levels' range."""
+"""The codec of formats with a fixed codebook (NormalFloat): each group of channels of a token is scaled to its range."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvq_jax.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class CodebookCodec(Codec):
-    """x^ = levels[code] * scale + zero, half the range of a group and its middle. `pre_rope` keys are rotated when they are read."""
+    """x^ = levels[code] * scale + zero: half the range of a group, and its middle. `pre_rope` keys are rotated when they are read."""
 
     side: Side
     format: CodebookFormat
@@ -40,7 +40,7 @@ class CodebookCodec(Codec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
-        assert group is not None, "fixed levels are scaled to groups"
+        assert group is not None, "a fixed codebook needs groups to be scaled to"
         clean, low, high = finite_range(group.cut(rows.astype(jnp.float32)), ChannelGroup.AXES, saturation_limit(dtype))
         scale, zero = codebook_array.half_range(group.stored(low), group.stored(high), dtype)
         levels = jnp.asarray(self.levels, jnp.float32)
@@ -72,6 +72,6 @@ class CodebookCodec(Codec):
         return None if self.format.group is None else self.format.bits
 
     def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
-        """b + 32 / group: a 16-bit scale and a 16-bit zero."""
+        """Return b + 32 / group: a 16-bit scale and a 16-bit zero point."""
         group = self.format.group
         return None if group is None else self.format.bits + 32 / (group.heads * group.channels)

@@ -8,7 +8,10 @@ from jaxtyping import Array, Float
 
 
 def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"], precision: lax.Precision | None = None) -> Float[Array, "B K R C"]:
-    """q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated. precision: of fp32 factors on a GPU."""
+    """Return q . k in fp32: the query rows of a KV head are the rows of one dot, K is never repeated.
+
+    precision: that of fp32 factors on a GPU.
+    """
     q = q.astype(k.dtype)
     if q.shape[2] >= k.shape[2]:
         return jnp.einsum("bkrh,bkch->bkrc", q, k, precision=precision, preferred_element_type=jnp.float32)
@@ -26,5 +29,5 @@ def dot_rows(q: Float[Array, "B K R H"], k: Float[Array, "B K C H"], precision: 
 
 
 def weigh_rows(p: Float[Array, "B K R C"], v: Float[Array, "B K C H"]) -> Float[Array, "B K R H"]:
-    """p . v in fp32."""
+    """Return p . v in fp32."""
     return jnp.einsum("bkrc,bkch->bkrh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)

@@ -1,7 +1,8 @@
-"""The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero.
+"""The codec of every method that stores uniformly quantized groups: packed codes, a scale, perhaps a zero point.
 
 What differs between such methods (KIVI, InnerQ, the int formats) is static: which rows, which axis is grouped, which scheme. Attention
-decodes a chunk, code * scale + zero, and takes dots with it. InnerQ's algebra, a scale on each partial dot product instead of each element,
+dequantizes a chunk, code * scale + zero, and takes dots with it. InnerQ's algebra, a scale on each partial dot product instead of
+each element,
 
     q . k = sum_g scale_g * (q_g . code_g) + zero_g * sum(q_g)
 
@@ -71,7 +72,7 @@ class GroupedCodec(Codec):
         return self.format.code_bits if self.format.axis == "channels" else None
 
     def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
-        """b + (16 + b) / group: a 16-bit scale, and a zero point of as many bits as a code."""
+        """Return b + (16 + b) / group: a 16-bit scale, and a zero point of as many bits as a code."""
         format = self.format
         if format.axis != "channels" or format.scheme != "asym":
             return None

@@ -13,8 +13,8 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneLayout
 
 HEAD_DIMS = (64, 128, 256)
-POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; what else compiles takes a minute to, or spills (docs/kernels.md)
-TOKEN_GROUPS = (32, 64, 128)  # powers of two, as all that a kernel holds, from a span to the longest step
+POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
+TOKEN_GROUPS = (32, 64, 128)  # powers of two, like all sizes in a kernel, from a span to the longest step
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ def nonuniform(
         x^ = table[code] * scale + zero (+ residual)
 
     group: the channels that share the scale and zero point of a token; None where each channel has its own, the same for all tokens.
-    slots: outliers that a token keeps exactly over its whole KV width, 0 for none. The reader takes these arrays, in this order: words of
+    slots: outliers that are stored of a token's whole KV width, 0 for none. The reader takes these arrays, in this order: words of
     each plane set [B, K, S / n, w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored,
     [B, K / heads, H / channels, S]; with slots their index and residual, [B, slots, S].
     """
@@ -73,7 +73,7 @@ def nonuniform(
     if layout.bits not in TABLE_BITS:
         return f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))} bits"
     if layout.span % SPAN:
-        return f"blocks that are no multiple of {SPAN} tokens; kernels read spans of {SPAN}"
+        return f"blocks that are not a multiple of {SPAN} tokens; kernels read spans of {SPAN}"
     if group is not None and group.channels % layout.width:
         return f"groups of {group.channels} channels are not whole planes of {layout.width}"
     affine, channels = ("channels", layout.channels) if group is None else ("tokens", group.channels)
@@ -112,9 +112,9 @@ def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: st
 
 
 def dense(channels: int, dtype: str) -> Reader | str:
-    """Return the reader of exact rows, or one line that says why there is none."""
+    """Return the reader of full-precision rows, or one line that says why there is none."""
     if dtype not in ("bfloat16", "float16"):
-        return f"exact rows in {dtype}; kernels read bfloat16 and float16"
+        return f"full-precision rows in {dtype}; kernels read bfloat16 and float16"
     from pallas_kernels.readers.dense import DenseReader
 
     return head_dim_unsupported(channels) or DenseReader(channels, dtype)

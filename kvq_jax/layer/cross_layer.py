@@ -1,6 +1,6 @@
-"""The accumulator of cross-layer methods: what one layer's coded differences make of what the layers below said.
+"""The accumulator of cross-layer methods, to which each layer adds its dequantized differences.
 
-    acc_base = decoded rows of the base layer,   acc_i = accumulated_i(acc_{i-1}, decoded differences of layer i)
+    acc_base = dequantized rows of the base layer,   acc_i = accumulated_i(acc_{i-1}, dequantized differences of layer i)
 
 It is working memory of one forward pass, [B, S, D] over the body's tokens, updated in place from layer to layer and never stored in the
 cache. Functions here are the identity for plans of other methods, whose carry is `()`.
@@ -18,11 +18,14 @@ from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 
-CHUNK_ELEMENTS = 1 << 20  # of the accumulator, read and written in one step
+CHUNK_ELEMENTS = 1 << 20  # elements of the accumulator that one step reads and writes
 
 
 def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, carry: Tree) -> Tree:
-    """The carry after this layer. live [B]: body tokens of each row; what lies beyond them is finite where the body is, and unspecified."""
+    """Return the carry after this layer.
+
+    live [B]: body tokens of each row; entries beyond these are unspecified, but finite where the body is.
+    """
     codec = plan.cross_layer
     if codec is None:
         return carry
@@ -49,24 +52,24 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
 
 
 def incoming(plan: LayerPlan, carry: Tree) -> Array:
-    """The accumulator that came from the layer below; ValueError where none did."""
+    """Return the accumulator from the layer below. Raises ValueError where none was carried."""
     if not jax.tree.leaves(carry):
         raise ValueError("this layer builds on the one below it, but no accumulator was carried to it: run the layers in order")
     return carry
 
 
 def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[Array, "B 1 E D"] | None:
-    """The accumulator at body tokens index[b]; None for plans that build on nothing."""
+    """Return the accumulator at body tokens index[b]; None for plans that build on no layer below."""
     codec = plan.cross_layer
     if codec is None or codec.starts:
         return None
     spec = codec.accumulator(1, 1)
-    found = jnp.take_along_axis(incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip")
-    return spec.load(found)[:, None]
+    entries = jnp.take_along_axis(incoming(plan, carry), index[..., None], axis=spec.axis("tokens"), mode="clip")
+    return spec.load(entries)[:, None]
 
 
 def coded(codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
-    """What is coded in place of the rows: their difference from what the layers below say, if there are any."""
+    """Return what is quantized in place of the rows: their difference from what the layers below predict, if there are any."""
     cross = codec.cross_layer
     if below is None or cross is None or cross.starts:
         return rows
@@ -74,7 +77,7 @@ def coded(codec: Codec, params: Tree, rows: CachedRows, below: Float[Array, "B 1
 
 
 def decoded(codec: Codec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> CachedRows:
-    """The rows that coded differences stand for: the inverse of `coded`."""
+    """Return the rows that dequantized differences stand for: the inverse of `coded`."""
     cross = codec.cross_layer
     if below is None or cross is None or cross.starts:
         return differences
@@ -82,6 +85,6 @@ def decoded(codec: Codec, params: Tree, differences: CachedRows, below: Float[Ar
 
 
 def after(codec: CrossLayerCodec, params: Tree, differences: CachedRows, below: Float[Array, "B 1 T D"] | None) -> Float[Array, "B 1 T D"]:
-    """The accumulator of some tokens after this layer, in the dtype that it is kept in."""
+    """Return the accumulator of some tokens after this layer, in the dtype in which it is stored."""
     held = jnp.zeros((), jnp.float32) if codec.starts or below is None else below[:, 0].astype(jnp.float32)
     return codec.accumulated(params, held, differences).astype(codec.accumulator(1, 1).dtype)[:, None]

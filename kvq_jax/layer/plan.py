@@ -1,4 +1,4 @@
-"""What one layer of a cache is: the static plan, and the state that flows through its functions (cache/update.py)."""
+"""One layer of a cache: its static plan, and the state that flows through its functions (cache/update.py)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 
 
 def by_side(params: Tree) -> tuple[Tree, Tree]:
-    """(keys, values) of one layer's method parameters, for which `()` may stand where neither side has any."""
+    """Split one layer's method parameters into (keys, values); `()` stands for both where neither side has any."""
     return params or ((), ())
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """Each field is a pair (keys, values), or holds one entry for both (`LayerPlan.joint`); every array has a leading batch axis.
+    """The state of one layer. Each field is a pair (keys, values), or holds one entry for both (`LayerPlan.joint`).
 
-    sink [B, K, sink, C] and ring [B, K, recent + block, C] hold exact rows, body the codec's arrays, stats what the prompt fixed.
+    Every array has a leading batch axis. sink [B, K, sink, C] and ring [B, K, recent + block, C] hold rows in full precision, body the
+    codec's arrays, stats the prompt statistics.
     """
 
     sink: Sides
@@ -48,22 +49,22 @@ class LayerPlan:
 
     @property
     def joint(self) -> bool:
-        """Whether keys and values are read from the same rows."""
+        """Return True where keys and values are read from the same rows."""
         return self.k.joint
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """One for each entry of the state's fields."""
+        """The codec of each entry of the state's fields."""
         return (self.k,) if self.joint else (self.k, self.v)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What to call those entries."""
+        """The names of those entries."""
         return ("kv",) if self.joint else ("k", "v")
 
     @property
     def row_width(self) -> int:
-        """Channels of a token's widest cached row, its heads together."""
+        """The channels of a token's widest cached row, its heads together."""
         return max(codec.row_width(self.heads, self.head_dim) for codec in self.codecs)
 
     @property
@@ -76,12 +77,12 @@ class LayerPlan:
         return not all(codec.exact for codec in self.codecs)
 
     def from_weights(self, weights: LayerWeights) -> tuple[Tree, Tree]:
-        """Parameters (keys, values) that follow from the layer's weights; `()` for a side that takes none."""
+        """Return the parameters (keys, values) that follow from the layer's weights; `()` for a side that takes none."""
         k = self.k.from_weights(weights)
         return k, k if self.joint else self.v.from_weights(weights)
 
     def readable(self, bodies: Sides, carry: Tree) -> Sides:
-        """What attention reads: the bodies, or the accumulator."""
+        """Return what attention reads: the bodies, or the accumulator."""
         return (carry,) if self.cross_layer else bodies
 
     def readable_specs(self, side: int, batch: int, heads: int, tokens: int) -> Tree:
@@ -102,10 +103,10 @@ class LayerPlan:
         return LayerState(window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats)
 
     def layout(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """The ShapeDtypeStructs of `axes`."""
+        """Return the ShapeDtypeStructs of `axes`."""
         return jax.tree.map(lambda spec: spec.struct, self.axes(batch, dtype))
 
     def init(self, batch: int, dtype: DTypeLike) -> LayerState:
-        """An empty layer."""
+        """Return the state of an empty layer."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.layout(batch, dtype))
         return dataclasses.replace(zeros, stats=tuple(c.initial_statistics(batch, self.heads) for c in self.codecs))

@@ -1,10 +1,11 @@
 """The three regions of a cache's token axis, and the one rule by which tokens age.
 
-    [ sink: first `sink` tokens, exact | body: quantized, whole blocks | recent: exact ring of recent + block slots ]
+    [ sink: first `sink` tokens, full precision | body: quantized, whole blocks | recent: full-precision ring of recent + block slots ]
 
     body(n) = floor(max(0, n - sink - recent) / block) * block        tokens in the body after n tokens
 
-So the newest recent .. recent + block - 1 tokens are exact. A ring slot s holds the newest token p with (p - sink) % slots == s.
+So the newest recent .. recent + block - 1 tokens are in full precision. A ring slot s holds the newest token p with
+(p - sink) % slots == s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Regions:
     capacity: int
 
     def body(self, n: N) -> N:
-        """Tokens in the body after n tokens (an int, or an integer array)."""
+        """Return the number of tokens in the body after n tokens (an int, or an integer array)."""
         aged = n - self.sink - self.recent
         aged = max(0, aged) if isinstance(aged, int) else jnp.maximum(aged, 0)
         return aged // self.block * self.block
@@ -49,6 +50,6 @@ class Regions:
         return (position - self.sink) % self.ring_slots
 
     def ring_positions(self, lengths: Int[Array, "B"]) -> Int[Array, "B R"]:
-        """The position that each ring slot holds after `lengths` tokens; below `sink` where the slot is still empty."""
+        """Return the position that each ring slot holds after `lengths` tokens; below `sink` where the slot is still empty."""
         newest = lengths[:, None] - 1
         return newest - (newest - self.sink - jnp.arange(self.ring_slots)[None]) % self.ring_slots

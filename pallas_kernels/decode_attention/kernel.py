@@ -6,10 +6,10 @@ One program reads one split of the tokens of one KV head, for all of its query h
 all splits is merged exactly outside (`merge_splits`), by a few small kernels of XLA. Readers (readers/base.py) know what the stored arrays
 mean.
 
-Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are exact, a multiple of 32
-(of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads are padded to
-8 columns or the next power of two. H and both sides of every tile are powers of two. Arrays may be of any size: beyond 2^32 bytes
-Pallas computes offsets with 64 bits.
+Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are in full precision, a
+multiple of 32 (of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads
+are padded to 8 columns or the next power of two. H and both sides of every tile are powers of two. Arrays may be of any size: beyond 2^32
+bytes Pallas computes offsets with 64 bits.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def decode_attention(
 ) -> PartialAttention:
     """Attend with one query token of each sequence to its first limits[b] of `capacity` stored tokens; contract above.
 
-    q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q, probabilities and dequantized values to fp16 (exact
-    rows: to their dtype); scores, sums and the merge are fp32. ValueError where the tuning's tile does not fit the contract.
+    q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q, probabilities and dequantized values to fp16
+    (full-precision rows: to their dtype); scores, sums and the merge are fp32. Raises ValueError where the tuning's tile does not fit the
+    contract.
     """
     batch, heads, group, channels = q.shape
     columns = max(8, pl.next_power_of_2(group))
@@ -94,7 +95,7 @@ def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
     if capacity % SPAN and (k.packed or v.packed):
         raise ValueError(f"{capacity=}: packed rows come in whole spans of {SPAN} tokens")
     if not SPAN <= tile <= capacity or tile & (tile - 1):
-        raise ValueError(f"{tile=} is no power of two from {SPAN} to {capacity=}")
+        raise ValueError(f"{tile=} is not a power of two from {SPAN} to {capacity=}")
     longest = min((reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile)
     if tile > longest:
         raise ValueError(f"{tile=}: these keys and values are read in tiles of at most {longest} tokens")

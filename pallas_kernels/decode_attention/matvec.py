@@ -48,7 +48,10 @@ def scores(
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
 ) -> Float[Array, "B K G S"]:
-    """Return q . k of every stored token, fp32, not scaled by sqrt(H). Rounds as attention does: q to fp16 (exact rows: to their dtype)."""
+    """Return q . k of every stored token, fp32, not scaled by sqrt(H).
+
+    Rounds as attention does: q to fp16 (full-precision rows: to their dtype).
+    """
     batch, heads, group, channels = q.shape
     tuning = tuning or scores_tuning(reader, capacity)
     _check(capacity, tuning)
@@ -78,7 +81,10 @@ def scores(
 def weighted_values(
     p: Float[Array, "B K G S"], reader: Reader, stored: Sequence[Array], *, tuning: Tuning = TUNING, launch: Launch = LAUNCH
 ) -> Float[Array, "B K G H"]:
-    """Return sum_t p_t v_t over every stored token, fp32. p of any float dtype is rounded to fp16 (exact rows: to their dtype)."""
+    """Return sum_t p_t v_t over every stored token, fp32.
+
+    p of any float dtype is rounded to fp16 (full-precision rows: to their dtype).
+    """
     batch, heads, group, capacity = p.shape
     _check(capacity, tuning)
     rows, columns = _padded(group)

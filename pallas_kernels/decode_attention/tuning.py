@@ -26,10 +26,11 @@ class Tuning:
     resident: int = 8
 
     def splits(self, programs: int, capacity: int) -> int:
-        """Return how many splits of the token axis take the least time for `programs` rows times KV heads, at least two tiles in each.
+        """Return the number of splits of the token axis, at least two tiles each, that is fastest for `programs` rows times KV heads.
 
-        Programs run in rounds of as many as the device holds at a time, and each reads its tiles,
-        after as long as one takes to arrive. A few programs more than a round would keep the device as long as two."""
+        Programs run in rounds of as many as the device holds at a time, and each reads its tiles after as long as one takes to arrive. A
+        few programs more than one round would keep the device busy for as long as two.
+        """
         running = (device_cores() if self.cores is None else self.cores) * self.resident
         tiles = capacity // self.tile
         most = max(1, min(tiles // 2, 4 * pl.cdiv(running, programs)))
@@ -37,19 +38,19 @@ class Tuning:
 
 
 def device_cores() -> int:
-    """Count the multiprocessors of the device that this process runs on; those of an H200 where that is no GPU."""
+    """Count the multiprocessors of the device that this process runs on; those of an H200 where it is not a GPU."""
     return getattr(jax.devices()[0], "core_count", None) or H200_CORES
 
 
 TUNING = Tuning()
 H200_CORES = 132
-WARPS = 8  # that a multiprocessor's 65536 registers hold, of kernels that use 255
-SHARED_BYTES = 233472  # of a multiprocessor of Hopper
-OTHER_SHARED_BYTES = 3072  # of a program: for rearranging, and what the system keeps
+WARPS = 8  # the most that a multiprocessor's 65536 registers hold, for kernels that use 255 registers
+SHARED_BYTES = 233472  # of a Hopper multiprocessor
+OTHER_SHARED_BYTES = 3072  # of each program: for rearranging, and what the system keeps
 
 
 def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> Tuning:
-    """Return the usual step for these readers, no larger than the capacity, and how many such programs a multiprocessor holds."""
+    """Return the usual step for these readers, no larger than the capacity, and the number of such programs on a multiprocessor."""
     steps = k.step, v.step
     tile, stages, warps = min(s.tile for s in steps), min(s.stages for s in steps), max(s.warps for s in steps)
     if columns > 8:
@@ -66,9 +67,9 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
 def shared_bytes(k: Reader, v: Reader, tile: int, stages: int) -> int:
     """Estimate what a program takes of a multiprocessor's shared memory, within an eighth of what most compiled kernels ask for.
 
-    A tile of keys and of values for each stage but the one in registers, one more of exact values, which dots read where they lie, and what
-    rearranging takes. Kernels with tables ask for more, but registers limit them; 2-bit keys in groups of 64 and 128 tokens for twice as
-    much, 25 and 49 KB.
+    A tile of keys and of values for each stage but the one in registers, one more of full-precision values, which dots read where they lie,
+    and what rearranging takes. Kernels with tables ask for more, but registers limit them; 2-bit keys in groups of 64 and 128 tokens for
+    twice as much, 25 and 49 KB.
     """
     in_place = 0 if v.packed else tile * v.row_bytes
     return (stages - 1) * tile * (k.row_bytes + v.row_bytes) + in_place + OTHER_SHARED_BYTES

@@ -1,17 +1,17 @@
-"""Quantize and pack: exact rows become words, scales and zeros in one kernel that reads them from memory once.
+"""Quantize and pack: full-precision rows become words, scales and zero points in one kernel that reads them from memory once.
 
     u = clip(round((x - zero) / scale), 0, top),    x ~ u * scale + zero
 
     asym    zero = min, scale = (max - min) / m, top = m                          m = 2^bits - 1
     sym     scale = max|x| / m, zero = -m * scale, top = 2m
-    hybrid  of each group the one with the smaller L1 error, ties to asym
+    hybrid  for each group, whichever has the smaller L1 error; ties to asym
 
 These are the equations of `kvq_jax.arrays.uniform`, which also describes their behaviour on non-finite, constant and huge entries; the
 layout of the words is that of tiles/layout.py. Arrays come out as `kvq_jax.arrays.grouped_array.quantize` gives them.
 
-Exactness. Scales and zeros are equal to 1 ulp of the stored dtype; codes differ by one where x / scale lies within 2^(code bits - 21) of a
-tie, less than 1e-4 of them. A GPU divides approximately, and inputs of 16 bits hit ties often. So a quotient is rounded to a multiple of
-2^(code bits - 21) first, which makes a tie of what is nearly one, and half to even then: two additions of constants, no division and no
+Exactness. Scales and zero points are equal to 1 ulp of the stored dtype; codes differ by one where x / scale lies within 2^(code bits - 21)
+of a tie, less than 1e-4 of them. A GPU divides approximately, and inputs of 16 bits hit ties often. So a quotient is first rounded to a
+multiple of 2^(code bits - 21), which turns a near tie into a tie, and then half to even: two additions of constants, no division and no
 conversion. The sum's low mantissa bits are the code.
 
 Cost, in fp32 operations per element (a fused multiply-add in asm counts once), next to bytes, for 16-bit rows:
@@ -19,7 +19,7 @@ Cost, in fp32 operations per element (a fused multiply-add in asm counts once), 
                                                            sym            hybrid, over channels    hybrid, over tokens
     convert, range, finite                                 4              4                        6
     codes: subtract, multiply, add, clip 2, add            6 (asm 5)      12 (10)                  18 (15)
-    errors: level, decode 2, subtract, add                 0              10 (8)                   10 (8)
+    errors: level, dequantize 2, subtract, add             0              10 (8)                   10 (8)
     choose, pack (3 and 5 bits: 2 more)                    2              3                        2
     all                                                    12 (11)        29 (25)                  36 (31)
     bytes: rows 2 + codes + scale and zero / 32            2.44 (3 bits)  2.50                     2.50
@@ -49,7 +49,7 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, PlaneLayout
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-_AT_ONCE = 4  # tokens of a loop step over the tokens of a group
+_AT_ONCE = 4  # tokens that one loop step over a group reads
 
 
 class Packed(NamedTuple):
@@ -66,7 +66,7 @@ class QuantizeTuning:
     """Parameters that change only the speed.
 
     warp_channels: channels of a span for which a program has one warp, where groups run over channels. row: elements of the token rows that
-    a program of one warp codes side by side, where groups run over tokens.
+    a program of one warp quantizes side by side, where groups run over tokens.
     """
 
     warp_channels: int = 128
@@ -93,7 +93,7 @@ def quantize_rows(
     2^bits - 1) sym only.
     divisor: fp32, finite and not 0; multiplied as its reciprocal.
     Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans.
-    ValueError where that does not hold.
+    Raises ValueError where that does not hold.
     """
     _check(rows, reader, scheme, bits)
     batch, heads, tokens, channels = rows.shape
@@ -104,7 +104,7 @@ def quantize_rows(
     spans = _largest_power_of_two(count, max(1, tuning.row // channels)) if over_tokens else 1
 
     def cut(size: int, per: int, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """[..., size / per, per, width] where a program has several groups of tokens, else [..., size, width]."""
+        """Describe an array [..., size / per, per, width] where a program has several groups of tokens, else [..., size, width]."""
         shape = (size // per, per, width) if over_tokens else (size, width)
         return jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
 
@@ -149,7 +149,8 @@ def _check(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) -> Non
         raise ValueError(f"{scheme=} with {bits=} does not fit codes of {p.bits} bits (kernels pack {SUPPORTED_BITS} bits)")
     if reader.centre is not None and (scheme != "sym" or reader.centre != 2**bits - 1):
         raise ValueError(
-            f"a reader without zeros (centre={reader.centre}) takes scheme='sym' with bits={(reader.centre + 1).bit_length() - 1} only"
+            f"a reader without zero points (centre={reader.centre}) takes only scheme='sym' "
+            f"with bits={(reader.centre + 1).bit_length() - 1}"
         )
     if channels != p.channels or p.chunks * p.width != channels:
         raise ValueError(f"rows of {channels} channels do not fill {p.chunks} chunks of {p.width} channels: use the XLA path")

@@ -1,4 +1,4 @@
-"""From the range of a group to its scale, its zero point and the constants that turn its elements into codes: what kernel.py computes."""
+"""The arithmetic of kernel.py: from a group's range to its scale, its zero point and the constants that turn its elements into codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 class Quantizer(NamedTuple):
     """Constants that turn the elements of groups into codes: round((x - origin) * inverse + first) - near, clipped to 0 .. top.
 
-    Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is Job.near, but in groups of zeros.
+    Shaped to broadcast to the groups' tiles. scale and zero are as stored, but in fp32; first is Job.near, except in groups of zeros.
     """
 
     scale: Number
@@ -88,7 +88,7 @@ class Job:
         return jnp.minimum(q + (_ROUND - self.near), _ROUND + quantizer.top)
 
     def error(self, x: Array, level: Array, quantizer: Quantizer) -> Array:
-        """Return how far each element is from what its code stands for."""
+        """Return the distance of each element from its dequantized code."""
         return jnp.abs(self._multiply_add(level - _ROUND, quantizer.scale, quantizer.zero) - x)
 
     def _multiply_add(self, a: Array, b: Number, c: Number) -> Array:
@@ -98,7 +98,7 @@ class Job:
 
 
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:
-    """Return whether no element is non-finite or beyond the limit.
+    """Return True where all elements are finite and within the limit.
 
     total: sums of elements, which any non-finite one leaves non-finite; the GPU's min and max pass over nan.
     """

@@ -11,7 +11,7 @@ arrays where they lie and leaves nothing in memory.
 Token-major tiles meet the query heads of a KV head as the N columns of a tensor-core dot, N = 8 for up to 8 heads: half the work of the
 usual M = 16 rows, most of which would be padding.
 
-This module imports no Triton: what only asks for a reader's type does not import the kernels.
+This module imports no Triton, so that code that only asks for a reader's type does not import the kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codes that stand for the entries of a table: KVQuant's non-uniform formats and NormalFloat."""
+"""Codes that index a codebook, the `table`: KVQuant's non-uniform formats and NormalFloat."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class CodebookReader(Reader):
     and with `outliers` slots for each token, over the width of all heads: index [B, E, S] uint16, k * H + h, sorted, unused ones from
     K * H on, and residual [B, E, S].
 
-    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a channel's scale and zero go to the
-    query; a token's scale to its score, or to its weight; its zero adds to all channels of the group. Only values with scales of channels
-    are computed one by one.
+    The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a channel's scale and zero point go to the
+    query; a token's scale to its score, or to its weight; its zero point adds to all channels of the group. Only values with scales of
+    channels are computed one by one.
     """
 
     layout: PlaneLayout

@@ -17,8 +17,8 @@ from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import WordTiles, read_words
 
-# (tokens of a step, stages) by head dim and code bits, for codes without a zero and with one: the most that a program's 255 registers hold
-# without spilling in the loop, counted from machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
+# (tokens of a step, stages) by head dim and code bits, for codes without a zero point and with one: the most that a program's 255 registers
+# hold without spilling in the loop, counted from machine code (docs/kernels.md). Larger steps leave fewer loads that are not asynchronous.
 _STEPS = {
     (128, 2): ((128, 3), (128, 3)),
     (128, 3): ((128, 2), (64, 3)),
@@ -38,8 +38,8 @@ class GroupedReader(Reader):
     """Packed codes with a scale, and perhaps a zero point, for each group: value = (code - centre) * scale, or code * scale + zero.
 
     Stored arrays: int16 words of each plane set [B, K, S / slots, tiles * W]; scale and zero [B, K, H / group, S] (axis "channels") or
-    [B, K, S / group, H] (axis "tokens"). 16-bit floats may come as uint16 that holds their bits; `scale_dtype` tells which.
-    `centre` is None where a zero is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two of them.
+    [B, K, S / group, H] (axis "tokens"). 16-bit floats may come as uint16 that holds their bits; `scale_dtype` tells which. `centre` is
+    None where a zero point is stored. Groups over channels are whole chunks, groups over tokens whole spans, a power of two of them.
     """
 
     layout: PlaneLayout
@@ -64,7 +64,7 @@ class GroupedReader(Reader):
     @property
     def step(self) -> Step:
         tile, stages = _STEPS.get((self.layout.channels, self.layout.bits), ((128, 3), (128, 3)))[self.centre is None]
-        # two groups of 64 with zeros spill in the loop, where one does not, nor do four of 32
+        # two groups of 64 with zero points spill in the loop; one of them does not, nor do four of 32
         halved = self.axis == "tokens" and self.group == 64 and self.centre is None
         return Step(min(tile, 64) if halved else tile, stages)
 

@@ -30,9 +30,9 @@ from pallas_kernels.tiles.words import Bit, WordTiles, code_bits, read_words
 class PolarReader(Reader):
     """Keys as angle and radius of each RoPE pair (i, i + H/2): k_i = r cos(theta), k_{i+H/2} = r sin(theta). PolarQuant (Wu et al.).
 
-    Assumed of the storage: one code for a pair, radius code << angle_bits | angle code (as the public code has it), packed like the codes
+    The stored arrays: one code for a pair, radius code << angle_bits | angle code (as the public code has it), packed like the codes
     of H/2 channels: int16 words of each plane set [B, K, S / slots, tiles * W]; then step and least of the radii, and of the angles, of a
-    pair and a group of tokens: [B, K, S / group, H/2], perhaps as uint16 that holds the bits. Both are decoded at bin centres:
+    pair and a group of tokens: [B, K, S / group, H/2], perhaps as uint16 that holds the bits. Both are dequantized at bin centres:
 
         r     = (radius code + 1/2) * step + least
         theta = (angle code + 1/2) * step + least       |theta| < 3 pi
@@ -40,7 +40,7 @@ class PolarReader(Reader):
     Rounded to fp16: cos, sin, r and the key, which two dots multiply with the halves of q. cos and sin err by 4e-5 before that, and by
     the rounding of theta: 5e-5 for steps of up to 0.4 (4 bits), in proportion for larger ones.
     A table of q_i cos + q_{i+H/2} sin for each query head would take a select tree for each head, and leave nothing for tensor cores.
-    Scores only: PolarQuant's values are exact.
+    Scores only: PolarQuant's values are in full precision.
     """
 
     layout: PlaneLayout
@@ -123,7 +123,7 @@ Theta = Float[Array, "rows W"]
 
 
 def polynomial_cos_sin(code: Theta, step: Theta, start: Theta) -> tuple[Theta, Theta]:
-    """Return cos and sin of code * step + start, in fp32; the library's reduce an angle of any size, with branches and local memory."""
+    """Return cos and sin of code * step + start, in fp32; the library's functions reduce any angle, with branches and local memory."""
     turns = code * (step / TURN) + start / TURN
     # the maximum stands between the two constants, which XLA would otherwise join where it interprets the kernel
     x = turns - (jnp.maximum(turns + np.float32(ROUNDER), 0.0) - np.float32(ROUNDER))

@@ -99,7 +99,7 @@ class RotatedReader(Reader):
             for c in range(half):
                 multiply = functools.partial(self._dots, turned[c], cosines, sines, tile, slot, c, asm)
                 # Always true. Loads at the top of the loop would be copied to shared memory again for each tile, or be held in half of all
-                # registers; inside of a condition they are read where they are used, from the first level of the cache.
+                # registers; inside a condition they are read where they are used, from the first level of the cache.
                 total = lax.cond(tile.start >= 0, multiply, lambda total, *_: total, total, rows(slot, c), rows(slot, half + c))
             scores.append(total)
         return scores

@@ -56,7 +56,7 @@ def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "ro
 
 
 def as_float(stored: Array, dtype: str) -> Array:
-    """Return the floats that uint16 holds the bits of; others as they are."""
+    """Return the floats whose bits uint16 holds; return other arrays as they are."""
     return lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint16 else stored
 
 

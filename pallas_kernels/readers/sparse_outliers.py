@@ -1,12 +1,12 @@
-"""Exact outliers beside dense codes: a few slots of (flat channel, residual) for each token, over the KV width of all heads.
+"""Outliers stored beside dense codes: a few slots of (flat channel, residual) for each token, over the KV width of all heads.
 
     scores    + sum over a token's slots of a head   residual * q[channel]
     values    + sum over tokens and their slots      p * residual at the channel
 
 Slots are sorted by channel, so those of a head are neighbours; but where they begin differs from token to token, and a program of the
 attention kernel, which has one head, would have to search all slots or wait for the token with the most. So outliers are read apart, each
-once for all heads. Scores: a thread takes a token and goes through its slots; what it has for a head so far is stored again with each slot,
-and the last one stays: no atomics. Values: a scatter of the weights, which the attention kernel has stored.
+once for all heads. Scores: a thread takes a token and goes through its slots; its sum for a head so far is stored again with each slot, so
+that the last one stays and no atomics are needed. Values: a scatter of the weights, which the attention kernel has stored.
 """
 
 from __future__ import annotations

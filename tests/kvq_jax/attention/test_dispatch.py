@@ -112,7 +112,7 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
     assert "2 new tokens" in str(dispatch.unsupported(plan, 4, 2))
     assert "32 query heads" in str(dispatch.unsupported(plan, 64, 1))
     assert "head_dim 80" in str(dispatch.unsupported(plan_of("kivi", CacheDims(1, 4, 2, 80, 320)), 4, 1))
-    assert "exact rows in float32" in str(dispatch.unsupported(plan_of("dense", dtype="float32"), 4, 1))
+    assert "full-precision rows in float32" in str(dispatch.unsupported(plan_of("dense", dtype="float32"), 4, 1))
     wide = CacheDims(1, 16, 1, 256, 4096)
     assert "16 query heads for each KV head; kernels take up to 8 at head dim 256" in str(
         dispatch.unsupported(plan_of("kivi", wide), 16, 1)

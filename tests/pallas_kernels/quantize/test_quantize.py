@@ -256,7 +256,7 @@ READER = reader_of(format_of(2, "hybrid", "channels", 64))
         ({}, (1, 1, 32, 128), "hybrid", 2, "128 channels"),
         ({}, (1, 1, 32, 64), "hybrid", 3, "3 bits"),
         ({}, (1, 1, 32, 64), "nearest", 2, "choose 'asym'"),
-        ({"centre": 3}, (1, 1, 32, 64), "hybrid", 2, "without zeros"),
+        ({"centre": 3}, (1, 1, 32, 64), "hybrid", 2, "without zero points"),
         ({"centre": 3}, (1, 1, 32, 64), "sym", 1, "bits=2"),
         ({"group": 8}, (1, 1, 32, 64), "hybrid", 2, "multiple of 16"),
         ({"axis": "tokens", "group": 64}, (1, 1, 96, 64), "hybrid", 2, "divide 96"),

@@ -158,7 +158,7 @@ def test_what_the_kernels_cannot_read_has_a_reason():
     assert "5-bit codes" in str(nonuniform(plane_layout(5, 128, 32), None))
     assert "groups of 16 channels" in str(nonuniform(layout, ChannelGroup(1, 16)))
     assert "head_dim 80" in str(nonuniform(plane_layout(4, 80, 32), None))
-    assert "no multiple of 32" in str(nonuniform(plane_layout(4, 128, 16), None))
+    assert "not a multiple of 32" in str(nonuniform(plane_layout(4, 128, 16), None))
 
 
 def structs_of(case: Case):
