@@ -117,7 +117,7 @@ def dequantize(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None)
 
 
 def key_halves(body: PolarArray, step: Float[Array, "B K 1 half"] | None = None) -> tuple[Pairs, Pairs]:
-    """Return (k_i, k_{i+H/2}) in fp32. cos and sin are looked up in tables, made once for all tokens of a group."""
+    """Return (k_i, k_{i+H/2}) in fp32. cos and sin are looked up in tables, which all tokens of a group share."""
     format = body.format
     radius, angle_codes = _radii_and_codes(body, step)
     if format.grid == "global":

@@ -39,9 +39,9 @@ class SparseOutliers:
 def slots_per_side(fraction: float, width: int) -> int:
     """Return the number of outliers on each side of a vector of `width` entries.
 
-    These are the entries on or beyond its linearly interpolated quantile of order 1 - fraction / 2, in number 1 + floor((width - 1) *
-    fraction / 2): 21 of 4096 entries for 0.01. A fraction of 0 has none. Raises ValueError where the fraction is less than one entry or not
-    below 0.5, or where the width does not fit the indices.
+    These are the entries on or beyond its linearly interpolated quantile of order 1 - fraction / 2. Their number is
+    1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01, and 0 for a fraction of 0. Raises ValueError where the fraction is
+    less than one entry or not below 0.5, or where the width does not fit the indices.
     """
     if fraction == 0:
         return 0
