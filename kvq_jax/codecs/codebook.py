@@ -40,7 +40,7 @@ class CodebookCodec(Codec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype
-        assert group is not None, "a fixed codebook needs groups to be scaled to"
+        assert group is not None, "a fixed codebook is scaled to groups"
         clean, low, high = finite_range(group.cut(rows.astype(jnp.float32)), ChannelGroup.AXES, saturation_limit(dtype))
         scale, zero = codebook_array.half_range(group.stored(low), group.stored(high), dtype)
         levels = jnp.asarray(self.levels, jnp.float32)
