@@ -1,11 +1,11 @@
-"""The choice of what reads the body of a layer in a decode step, and quantizes what ages into it: XLA, or a fused kernel.
+"""The choice between XLA and fused kernels, which read a layer's body in a decode step and quantize the blocks that age into it.
 
 None       a kernel where the process runs on a GPU and `unsupported` finds no obstacle, else XLA
 "xla"      the streaming path, everywhere
 "pallas"   the kernel; ValueError with the reason where it cannot run
-a Launch   the kernel, launched in just this way, whatever the device: for tests (interpret=True) and compilation ahead of time
+a Launch   the kernel, launched with these options whatever the device: for tests (interpret=True) and compilation ahead of time
 
-Kernels are imported when one is asked for: the Triton route of Pallas is deprecated since JAX 0.11, and XLA needs nothing of it.
+Kernels are imported only when one is needed: the Triton route of Pallas is deprecated since JAX 0.11, and XLA does without it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.tiles.layout import SPAN
 
 Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
-OLDEST = 8.0  # compute capability of NVIDIA's GPUs whose tensor cores and asynchronous loads the kernels use
+OLDEST = 8.0  # the first compute capability with the tensor-core types and asynchronous loads that the kernels use
 
 
 def unsupported(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
-    """Return why no kernel can serve this layer's decode steps, in one line; None where one can. Says nothing of the device."""
+    """Return, in one line, why no kernel can serve this layer's decode steps; None where one can. The device is not considered."""
     if reason := no_triton():
         return reason
     if tokens != 1:
@@ -55,7 +55,7 @@ def unsupported(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
 
 @functools.cache
 def no_triton() -> str | None:
-    """Return why kernels cannot be imported, in one line; None where they can."""
+    """Return, in one line, why kernels cannot be imported; None where they can."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
@@ -64,18 +64,18 @@ def no_triton() -> str | None:
 
 
 def no_device() -> str | None:
-    """Return why this process's device runs no kernels, in one line; None where it does."""
+    """Return, in one line, why this process's device cannot run kernels; None where it can."""
     if jax.default_backend() != "gpu":
         return f"kernels need a GPU, this process runs on {jax.default_backend()}"
     device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))  # 9.0, and of other makers gfx942, say
+    capability = str(getattr(device, "compute_capability", ""))  # such as 9.0; for AMD gfx942
     if not re.fullmatch(r"\d+\.\d+", capability) or float(capability) < OLDEST:
         return f"kernels need an NVIDIA GPU of compute capability {OLDEST} or later, this is {device.device_kind} ({capability})"
     return None
 
 
 def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int) -> Launch | None:
-    """Return the options to launch the kernel with, or None for XLA. ValueError where a named implementation cannot run."""
+    """Return the options to launch the kernel with, or None for XLA. Raises ValueError where a named implementation cannot run."""
     if implementation == "xla" or (implementation is None and no_device()):
         return None
     reason = unsupported(plan, query_heads, tokens)
@@ -118,7 +118,7 @@ def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill
 
 
 def _fused() -> types.ModuleType:
-    """Import the calls of kernels, which fails without Triton: nothing above may do so."""
+    """Import the module that calls kernels. That fails without Triton, so nothing above imports it."""
     from kvq_jax.attention import fused
 
     return fused

@@ -1,4 +1,4 @@
-"""Calls of the fused kernels with what caches hold. `dispatch` imports this module when a kernel is launched, for it needs Triton."""
+"""Calls of the fused kernels with the arrays of caches. It needs Triton, so `dispatch` imports it only when a kernel is launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pallas_kernels.readers.rotary import RotatedReader
 def read_body(
     launch: Launch, view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention
 ) -> PartialAttention:
-    """Return `part` with the body added, as `streaming.read_chunks` does, by the decode-attention kernel. T = 1."""
+    """Return `part` with the body added, as `streaming.read_chunks` does, but by the decode-attention kernel. T = 1."""
     plan = view.plan
     keys, values = (
         reader_and_arrays(codec, params, body, view.rope, plan.regions.sink)
@@ -37,7 +37,7 @@ def read_body(
 def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:
     """Return the reader of a codec's body, whose first token stands at position `sink`, and the arrays that it reads.
 
-    ValueError with the reason where kernels cannot read it, or where keys cached before RoPE come without `rope`.
+    Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before RoPE come without `rope`.
     """
     reader, arrays = codec.kernel_reader(), codec.kernel_arrays(params, body)
     if isinstance(reader, str):

@@ -1,4 +1,4 @@
-"""Online softmax: attention over parts of the token axis (`PartialAttention`), extended and merged exactly, in fp32.
+"""Online softmax: attention over parts of the token axis (`PartialAttention`) is extended and merged in fp32, exact up to rounding.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax; Dao et al., FlashAttention.
 """
@@ -14,7 +14,7 @@ from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAt
 
 
 def empty(batch: int, heads: int, rows: int, head_dim: int) -> PartialAttention:
-    """Return the attention over no token."""
+    """Return the attention over no tokens."""
     column = jnp.zeros((batch, heads, rows, 1), jnp.float32)
     return PartialAttention(column + NEG_INF, column, jnp.zeros((batch, heads, rows, head_dim), jnp.float32))
 
@@ -25,7 +25,7 @@ def extend(
     mask: Bool[Array, "#B #K #R #C"],
     weigh: Callable[[Float[Array, "B K R C"]], Float[Array, "B K R H"]],
 ) -> PartialAttention:
-    """Add the tokens of one chunk to `part`; `weigh` maps weights to weighted values. A nan score of a masked token does not count."""
+    """Add one chunk of tokens to `part`; `weigh` maps weights to weighted values. Masked tokens do not count, even with a score of NaN."""
     scores = jnp.where(mask, scores, NEG_INF)
     m = jnp.maximum(part.m, jnp.max(scores, axis=-1, keepdims=True))
     p = jnp.where(mask, jnp.exp(scores - m), 0)
@@ -34,7 +34,7 @@ def extend(
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
-    """Return the attention over the tokens of both, exactly."""
+    """Return the attention over the tokens of both parts, exact up to rounding."""
     m = jnp.maximum(a.m, b.m)
     of_a, of_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return PartialAttention(m, a.l * of_a + b.l * of_b, a.o * of_a + b.o * of_b)

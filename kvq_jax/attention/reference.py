@@ -1,4 +1,4 @@
-"""The attention that defines correctness: dequantize the whole layer to dense rows, then ordinary softmax attention in fp32."""
+"""The reference that defines correct attention: the whole layer is dequantized, then read by ordinary softmax attention in fp32."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvq_jax.rope import Rope
 
 
 def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[CachedRows, ...]:
-    """Return the cached rows of each codec of the plan in token order, fp32 [B, K, S, C]; zeros from `lengths` on.
+    """Return the dequantized rows of each codec of the plan in token order, fp32 [B, K, S, C]; zeros from `lengths` on.
 
-    carry: from the layer below.
+    carry: that of the layer below.
     """
     regions = plan.regions
     position = jnp.broadcast_to(jnp.arange(regions.capacity), (lengths.shape[0], regions.capacity))

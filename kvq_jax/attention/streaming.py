@@ -1,4 +1,4 @@
-"""Attention over a layer in one pass of online softmax: exact rows first, then the body in chunks.
+"""Attention over a layer in one pass of online softmax: full-precision rows first, then the body in chunks.
 
     out = merge( [sink | ring | new tokens] , body chunk 0, body chunk 1, ... )
 
@@ -24,8 +24,8 @@ from kvq_jax.rope import Rope
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most
-BODY_CHUNK_ELEMENTS = 11 << 16  # their rows of K or of V, or their scores, the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
-EXACT_CHUNK = 1024  # exact rows read in one step of a long prompt
+BODY_CHUNK_ELEMENTS = 11 << 16  # at most, in their K, their V or their scores, for the whole batch: 2.75 MiB in fp32 (docs/decisions.md)
+EXACT_CHUNK = 1024  # full-precision rows read in one step of a long prompt
 QUERY_CHUNK = 256  # queries of a long prompt that share one pass
 
 
@@ -40,10 +40,10 @@ def attend(
 ) -> QueryBNTH:
     """Return softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
 
-    windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows.
-    body: what to read beyond the windows, see `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from
-    sink + limit on come from exact rows. The output at padding is finite and unspecified. read_body adds the body's part:
-    `read_chunks` unless given.
+    windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows. body: the
+    arrays to read beyond the windows, see `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from sink +
+    limit on are read in full precision. read_body adds the body's part (default: `read_chunks`). The output at padding is finite and
+    unspecified.
     """
     view = _view(plan, params, windows, body, inputs)
     tokens = inputs.q_rot.shape[2]
@@ -69,9 +69,10 @@ def attend(
 
 
 def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"], row_width: int = 0) -> int:
-    """Return how many body tokens query rows read in one step, whole blocks.
+    """Return the number of body tokens that query rows read in one step, a multiple of `block`.
 
-    Neither their vectors nor their scores, nor cached rows of `row_width` channels, exceed BODY_CHUNK_ELEMENTS.
+    At most BODY_CHUNK_ELEMENTS elements are in their vectors, in their scores, and in cached rows of `row_width` channels, unless one block
+    has more.
     """
     batch, heads, queries, head_dim = rows.shape
     tokens = min(BODY_CHUNK, BODY_CHUNK_ELEMENTS // (batch * max(heads * head_dim, heads * queries, row_width)))
@@ -79,7 +80,7 @@ def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"], row_w
 
 
 class Queries(NamedTuple):
-    """Queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T] (see `attend`)."""
+    """The queries of one call, or a chunk of them: q [B, N, T, H], positions [B, T], limits [B, T] (see `attend`)."""
 
     q: QueryBNTH
     positions: PositionsBT
@@ -87,7 +88,7 @@ class Queries(NamedTuple):
 
 
 class View(NamedTuple):
-    """All that the queries of one call may read: the exact rows in the order sink, ring, new tokens, and the body."""
+    """All that the queries of one call may read: full-precision rows in the order sink, ring, new tokens; and the body."""
 
     plan: LayerPlan
     params: Tree
@@ -100,7 +101,7 @@ class View(NamedTuple):
     real: Bool[Array, "B E"]
 
 
-# (view, queries, their rows [B, K, R, H], the part of the exact rows) -> the part with the body added
+# (view, queries, their rows [B, K, R, H], attention over the full-precision rows) -> the same with the body added
 BodyReader: TypeAlias = Callable[[View, Queries, Array, PartialAttention], PartialAttention]
 
 
@@ -183,9 +184,9 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
 
 
 def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:
-    """Return `at`, but not known before the weights are: these are never negative, and XLA does not know that.
+    """Return `at`, made to depend on the weights, which are never negative; XLA does not know that.
 
-    Without it the CPU backend unpacks a chunk of V beside that of K: 60 % more memory, 10 to 15 % more time (docs/decisions.md).
+    Otherwise the CPU backend unpacks a chunk of V while it holds that of K: 60 % more memory, 10 to 15 % more time (docs/decisions.md).
     """
     return at + (weights[0, 0, 0, 0] < 0).astype(at.dtype)
 
@@ -200,6 +201,6 @@ def _per_row(mask: Bool[Array, "B T C"], rows: Float[Array, "B K R H"]) -> Bool[
 
 
 def _window(i: Array | int, chunk: int, size: int) -> tuple[Array, Bool[Array, " chunk"]]:
-    """Return where step i reads, and which of its entries no earlier step read: the last window is moved back to stay inside the array."""
+    """Return the start of step i and a mask of the entries that no earlier step read: the last step starts early, to stay in the array."""
     at = jnp.minimum(jnp.asarray(i, jnp.int32) * chunk, size - chunk)
     return at, at + jnp.arange(chunk) >= jnp.asarray(i, jnp.int32) * chunk

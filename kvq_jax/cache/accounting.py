@@ -1,4 +1,4 @@
-"""Bytes and bits, counted from the arrays themselves."""
+"""Bytes and bits of caches, counted from their arrays."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from kvq_jax.layer.plan import LayerPlan, LayerState
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree: a cache, a layer, or the structs or descriptions of either. Exact."""
+    """Return the bytes of all arrays in a tree: a cache, a layer, or the structs or descriptions of either. Exact."""
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> int:
-    """Bytes of K and V in full: 2 * L * B * K * S * H * itemsize."""
+    """Return the bytes of unquantized keys and values: 2 * L * B * K * S * H * itemsize."""
     d = dims_of(config)
     return 2 * d.num_hidden_layers * batch * d.num_key_value_heads * capacity * d.head_dim * jnp.dtype(dtype).itemsize
 
 
 def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16") -> float:
-    """Stored bits of a whole cache (windows, scales, padding and statistics included) divided by the 2 * L * K * S * H elements it stands
-    for."""
+    """Return the stored bits of a whole cache divided by the 2 * L * K * S * H elements that it stands for.
+
+    Windows, scales, padding and statistics are included.
+    """
     elements = dense_nbytes(config, 1, capacity, "uint8")
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements
 
 
 def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Stored bits of one body element, averaged over layers and sides: what papers call average bits, windows left out. Counted from one
-    block's arrays."""
+    """Return the stored bits of a body element, averaged over layers and sides: what papers call average bits, without windows.
+
+    Counted from the arrays of whole blocks.
+    """
     cache = layout(spec, config, 1, 1)
     bits = elements = 0
     for plan in cache.plans:
@@ -49,15 +53,16 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
-    """Return the share of the body's elements for which there is an exact slot, averaged over layers and sides."""
+    """Return the share of the body's elements that have a slot for an outlier, averaged over layers and sides."""
     sides = [(plan, codec) for plan in layout(spec, config, 1, 1).plans for codec in plan.codecs]
     return sum(codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides) / len(sides)
 
 
 def dropped_outliers(cache: Cache) -> tuple[int, int]:
-    """Return (outliers that found no exact slot, outliers that have one) among the live tokens of a cache's body.
+    """Return (outliers that found no slot, outliers that have one) among the live tokens of a cache's body.
 
-    Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold."""
+    Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold.
+    """
     dropped = kept = 0
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         live = jnp.arange(plan.regions.body_capacity)[None] < plan.regions.body(cache.lengths)[:, None]
@@ -70,13 +75,13 @@ def dropped_outliers(cache: Cache) -> tuple[int, int]:
 
 
 def quantized_tokens(cache: Cache, tokens: int) -> int:
-    """Return how many of the first `tokens` tokens some layer of a cache, or of its layout, holds quantized."""
+    """Return how many of the first `tokens` tokens are quantized in some layer of a cache, or of its layout."""
     return max((plan.regions.body(tokens) for plan in cache.plans if plan.quantizes), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """Bytes of one named part of a cache, over all layers or in one."""
+    """The bytes of one named part of a cache, in one layer or in all of them."""
 
     side: str
     name: str
@@ -84,8 +89,11 @@ class Component:
 
 
 def components(cache: Cache) -> tuple[Component, ...]:
-    """Where the bytes are: for each side the windows, every kind of body array (packed words, scales, zeros, exact rows) and the prompt
-    statistics. Their sum is `nbytes(cache)`."""
+    """Return the bytes of each part of a cache; their sum is `nbytes(cache)`.
+
+    The parts of a side are its windows, each kind of body array (packed words, scales, zero points, full-precision rows) and the prompt
+    statistics.
+    """
     totals: dict[tuple[str, str], int] = {}
     for part in (part for layer in layer_components(cache) for part in layer):
         totals[part.side, part.name] = totals.get((part.side, part.name), 0) + part.bytes
@@ -94,7 +102,7 @@ def components(cache: Cache) -> tuple[Component, ...]:
 
 
 def layer_components(cache: Cache) -> tuple[tuple[Component, ...], ...]:
-    """`components` of each layer on its own; the lengths belong to none."""
+    """Return the `components` of each layer; the lengths belong to no layer."""
     return tuple(_components(plan, layer) for plan, layer in zip(cache.plans, cache.layers, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are replaced completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path beside `path` to write to, moved over it at the end; gone after an error, and `path` is then as it was.
+    """Yield a temporary path in the same folder to write to, and move it over `path` at the end.
 
-    The file has the mode that the process gives to every file that it writes.
+    After an error the temporary file is removed, and `path` is as it was. The file gets the default mode of files that the process creates.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")

@@ -1,9 +1,9 @@
-"""The cache: per-sequence state only, as a pytree with a static description.
+"""The cache: a pytree that holds the state of sequences, and nothing of the model, beside a static description.
 
     cache = init_cache(parse("kivi:bits=2"), config, batch=1, capacity=4096)
 
-Every leaf has a leading batch axis and its own buffer, so a cache can be donated, carried by a scan, and its rows selected. Constructors
-validate nothing (tree transformations rebuild them with other leaves); `init_cache` does.
+Every leaf has a leading batch axis and its own buffer, so a cache can be donated, be carried by a scan, and have its rows selected.
+Constructors validate nothing, because tree transformations rebuild a cache with other leaves; `init_cache` does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class CacheDims:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """layers: one LayerState for each layer; lengths [B] int32: live tokens of each row. spec, dims, capacity and dtype (of exact rows)
-    are static."""
+    """A cache for B sequences. Build it with `init_cache`.
+
+    layers: one LayerState for each layer. lengths [B] int32: live tokens of each batch row. spec, dims, capacity (in tokens) and dtype (of
+    full-precision rows) are static.
+    """
 
     layers: tuple[LayerState, ...]
     lengths: LengthsB
@@ -56,25 +59,27 @@ class Cache:
 
     @property
     def axes(self) -> Cache:
-        """The same tree with an `ArraySpec` for each array."""
+        """The same tree, with an `ArraySpec` in place of each array."""
         return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype)
 
 
 @functools.cache
 def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str) -> tuple[LayerPlan, ...]:
-    """The plan of every layer. ValueError where the options do not fit the model, or name a layer that it does not have."""
+    """Return the plan of every layer. Raises ValueError where the options do not fit the model, or name a layer that it does not have."""
     _check_layers(spec, dims)
     return tuple(spec.layer(i, dims, capacity, dtype) for i in range(dims.num_hidden_layers))
 
 
 def dims_of(config: ModelDims) -> CacheDims:
+    """Return the dimensions of a model's config that shape its caches."""
     return CacheDims(*(int(getattr(config, f.name)) for f in dataclasses.fields(CacheDims)))
 
 
 def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
-    """An empty cache for `batch` sequences of up to `capacity` tokens; exact rows are stored as `dtype` (use the model's).
+    """Return an empty cache for `batch` sequences of up to `capacity` tokens; full-precision rows have `dtype` (use the model's).
 
-    ValueError where the options do not fit the model: a group size that does not divide the head dim, skip_layers beyond the last layer.
+    Raises ValueError where the options do not fit the model: a group size that does not divide the head dim, skip_layers beyond the last
+    layer.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype)
     layers = tuple(plan.init(batch, name) for plan in plans(spec, dims, capacity, name))
@@ -82,7 +87,7 @@ def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: i
 
 
 def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
-    """Describe every array of `init_cache(...)`: the same tree, with an `ArraySpec` of named axes (array_types.py) for each array.
+    """Describe every array of `init_cache(...)`: return the same tree, with an `ArraySpec` of named axes (array_types.py) for each array.
 
     axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
     """
@@ -93,7 +98,7 @@ def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dt
 
 
 def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
-    """The ShapeDtypeStructs of `init_cache(...)`: allocates nothing."""
+    """Return the ShapeDtypeStructs of `init_cache(...)`. Allocates nothing."""
     return jax.tree.map(lambda described: described.struct, axes(spec, config, batch, capacity, dtype))
 
 
@@ -105,7 +110,7 @@ def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int
 
 
 def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
-    """ValueError where the spec names a layer that the model does not have."""
+    """Raise ValueError where the spec names a layer that the model does not have."""
     named = [("skip_layers names", layer) for layer in spec.skip_layers]
     for method in (spec.k, spec.v):
         first = method.carries_from()

@@ -1,7 +1,7 @@
-"""Method parameters of one layer: what a method needs beside the codes, fitted to a calibration text or made from the layer's weights.
+"""Method parameters of one layer: arrays that a method needs beside the codes, calibrated on a text or made from the layer's weights.
 
-calibrated = calibrate_layer(spec, dims, layer, rows, gradients)                         arrays, once for a model; keep them in a file
-own = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)           what `begin(..., parameters=)` takes
+calibrated = calibrate_layer(spec, dims, layer, rows, gradients)                         once for a model; keep the arrays in a file
+own = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)           for `begin(..., parameters=)`
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def prepare_layer(
 ) -> tuple[Tree, Tree]:
     """Return the parameters (keys, values) of one layer, each a tree of arrays, or () for a side that needs none.
 
-    weights: the layer's projections, for methods that rebuild keys and values from them (XQuant) or know their bias (subtract_bias); arrays
-    that are used as they are are shared with the model. calibrated: what `calibrate_layer` returned, for methods that are fitted to a text
-    (KVQuant). Either may be given where nothing needs it.
+    weights: the layer's projections, for methods that rebuild keys and values with them (XQuant) or subtract their bias (subtract_bias);
+    arrays that are used unchanged are shared with the model. calibrated: what `calibrate_layer` returned, for methods that are calibrated
+    on a text (KVQuant). Both may be given even if the method does not need them.
 
-    Raises ValueError, in one line, where the spec does not fit the model, needs one that is not given, or gets arrays of other names or
-    shapes.
+    Raises ValueError, in one line, where the spec does not fit the model, where weights or calibrated arrays are needed and not given, and
+    where arrays have the wrong names or shapes.
     """
     spec, sizes = parse(spec), dims_of(dims)
     plan = parameter_plans(spec, sizes)[layer]
@@ -58,15 +58,16 @@ def calibrate_layer(
 ) -> dict[Side, dict[str, np.ndarray]]:
     """Return the calibrated parameters of one layer, {"k": {name: array}, "v": {...}}; sides that need none are left out.
 
-    rows["k"], rows["v"] [B, K, T, H]: what the method caches of the tokens of a text: keys before RoPE where it caches those (KVQuant's
-    default), else after it, without their bias under subtract_bias; values. gradients: those of the model's mean loss with respect to
-    these rows, which weigh elements (KVQuant's Fisher information); ones where they are not known: then elements count alike but for their
-    scale. Leave out the first `sink` tokens, which a cache keeps exact. Computed in NumPy; the same rows give the same arrays.
+    rows["k"], rows["v"] [B, K, T, H]: the keys and values that the method would cache for the tokens of a text. Keys are taken before RoPE
+    where the method caches them so (KVQuant's default), else after it, and without their bias under subtract_bias. gradients: those of the
+    model's mean loss with respect to these rows, which weight elements (KVQuant's Fisher information). Give ones if they are not known:
+    then all elements weigh the same but for their scale. Leave out the first `sink` tokens, which a cache keeps in full precision. Computed
+    in NumPy; the same rows give the same arrays.
 
-    Raises ValueError, in one line, where a side's rows or gradients are missing, have other shapes, or are refused by the method.
+    Raises ValueError, in one line, where a side's rows or gradients are missing, have the wrong shapes, or are refused by the method.
     """
     spec, sizes = parse(spec), dims_of(dims)
-    plan, found = parameter_plans(spec, sizes)[layer], {}
+    plan, calibrated = parameter_plans(spec, sizes)[layer], {}
     sides: tuple[tuple[Side, Codec], ...] = (("k", plan.k), ("v", plan.v))
     for side, codec in sides:
         if not codec.parameters(sizes.num_key_value_heads):
@@ -75,13 +76,13 @@ def calibrate_layer(
             raise ValueError(f"{str(spec)!r} is calibrated on {side} of layer {layer}: give rows[{side!r}] and gradients[{side!r}]")
         own, slopes = (_token_rows(given[side], sizes, f"{name}[{side!r}]") for name, given in (("rows", rows), ("gradients", gradients)))
         if own.shape != slopes.shape:
-            raise ValueError(f"rows[{side!r}] and gradients[{side!r}] are of {len(own)} and {len(slopes)} tokens")
-        found[side] = codec.calibrate(own, slopes)
-    return found
+            raise ValueError(f"rows[{side!r}] and gradients[{side!r}] have {len(own)} and {len(slopes)} tokens")
+        calibrated[side] = codec.calibrate(own, slopes)
+    return calibrated
 
 
 def missing_parameters(plan: LayerPlan, params: Tree) -> str:
-    """Return the sides ("keys", "values", "keys and values") whose codec needs parameters that are not there; "" where all are."""
+    """Return the sides ("keys", "values", "keys and values") whose codec lacks parameters that it needs; "" where nothing is missing."""
     pair = by_side(params)
     lacking = [
         name
@@ -92,12 +93,15 @@ def missing_parameters(plan: LayerPlan, params: Tree) -> str:
 
 
 def parameter_plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
-    """Return plans of the smallest cache of a spec, for what does not depend on the capacity. ValueError where the spec does not fit."""
+    """Return the plans of a spec's smallest cache, for questions that do not depend on the capacity.
+
+    Raises ValueError where the spec does not fit the model.
+    """
     return plans(spec, dims, spec.sink + spec.recent + spec.block, "float32")
 
 
 def _with_calibrated(where: str, codec: Codec, dims: CacheDims, own: Tree, calibrated: Mapping[str, ArrayLike] | None) -> Tree:
-    """Return a side's parameters from weights with its calibrated ones beside them."""
+    """Return a side's parameters: those made from weights, `own`, and its calibrated ones."""
     declared = codec.parameters(dims.num_key_value_heads)
     if not declared:
         return own
@@ -118,7 +122,7 @@ def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
 
 
 def _token_rows(rows: RowsBKTH, dims: CacheDims, name: str) -> Float[np.ndarray, "tokens K H"]:
-    """Return the rows of all tokens of all sequences, fp32."""
+    """Return the rows of all tokens of all sequences, in order, fp32."""
     shape = np.shape(rows)
     if len(shape) != 4 or (shape[1], shape[3]) != (dims.num_key_value_heads, dims.head_dim):
         raise ValueError(f"{name} must be [B, {dims.num_key_value_heads}, T, {dims.head_dim}], got shape {list(shape)}")

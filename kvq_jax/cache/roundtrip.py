@@ -1,4 +1,4 @@
-"""What a cache makes of given keys and values: every token quantized, no window."""
+"""The round trip of given keys and values through a cache: every token is quantized and dequantized, and there are no windows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvq_jax.layer.plan import by_side
 def roundtrip_layer(
     spec: CacheSpec | str, inputs: LayerInputs, params: Tree = (), layer: int = 0, carry: Tree = ()
 ) -> tuple[RowsBKTH, RowsBKTH, Tree]:
-    """(k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], as the body would return them for tokens of one prompt.
+    """Return (k_hat, v_hat, carry): keys after RoPE and values, fp32 [B, K, T, H], as the body would return them for tokens of one prompt.
 
-    The last token is repeated to fill the last block, which does not widen any range. Give each layer the carry of the one below it, the
-    first one `()`.
+    The last token is repeated to fill the last block, which widens no range. Give each layer the carry of the layer below it, and the first
+    layer `()`.
     """
     spec = parse(spec)
     batch, heads, tokens, head_dim = inputs.v.shape
@@ -26,29 +26,30 @@ def roundtrip_layer(
     plan = spec.layer(layer, dims, tokens, "float32")
     padding, own = -tokens % spec.block, by_side(params)
     index = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
-    below, found = cross_layer.tokens_of(plan, carry, index), []
+    below, by_codec = cross_layer.tokens_of(plan, carry, index), []
     for codec, mine in zip(plan.codecs, own, strict=False):
         rows = cross_layer.coded(codec, mine, codec.rows(mine, inputs).astype(jnp.float32), below)
         stats = codec.prompt_statistics(mine, inputs, 0)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
         decoded = codec.dequantize(mine, stats, codec.quantize(mine, stats, padded, prefill=True))[:, :, :tokens]
-        found.append(cross_layer.decoded(codec, mine, decoded, below))
+        by_codec.append(cross_layer.decoded(codec, mine, decoded, below))
         if plan.cross_layer:
             held = cross_layer.after(plan.cross_layer, mine, decoded, below)
             carry = plan.cross_layer.accumulator(batch, tokens).store(held[:, 0])
-    k, v = plan.k.vectors(own[0], found[0], inputs.positions, inputs.rope), plan.v.vectors(own[1], found[-1], inputs.positions, inputs.rope)
+    k = plan.k.vectors(own[0], by_codec[0], inputs.positions, inputs.rope)
+    v = plan.v.vectors(own[1], by_codec[-1], inputs.positions, inputs.rope)
     return k.astype(jnp.float32), v.astype(jnp.float32), carry
 
 
 def roundtrip(spec: CacheSpec | str, k: RowsBKTH, v: RowsBKTH, q: QueryBNTH | None = None) -> tuple[RowsBKTH, RowsBKTH]:
-    """(k_hat, v_hat) of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] for methods that look at queries.
+    """Return (k_hat, v_hat), fp32, of keys after RoPE and values [B, K, T, H]; q [B, N, T, H] is for methods that read queries.
 
-    For methods without parameters that cache keys after RoPE; the others need `roundtrip_layer`. ValueError where a method looks at queries
-    and q is None.
+    Serves methods without parameters that cache keys after RoPE; others need `roundtrip_layer`. Raises ValueError where a method reads
+    queries and q is None.
     """
     spec = parse(spec)
     if q is None and (spec.k.reads_queries or spec.v.reads_queries):
-        raise ValueError(f"{str(spec)!r} looks at queries: give roundtrip q [B, N, T, H]")
+        raise ValueError(f"{str(spec)!r} reads queries: give roundtrip q [B, N, T, H]")
     batch, _, tokens, _ = k.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     inputs = LayerInputs(None, None, k if q is None else q, None, k, v, positions, jnp.ones((batch, tokens), bool), None)

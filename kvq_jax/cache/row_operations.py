@@ -1,4 +1,4 @@
-"""Cache algebra: shorten, pick, repeat and join the rows of caches. Pure and jit-able; exact and quantized regions always move together.
+"""Operations on the batch rows of caches: shorten, select, repeat and join them. Pure and jittable; all regions of a row move together.
 
 trim         speculative decoding takes back rejected tokens, a chat goes back a turn
 select_rows  beam search reorders its beams, a server drops finished sequences
@@ -25,12 +25,13 @@ from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 
 
 def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:
-    """Shortens every row to at most lengths[b] tokens: its newest tokens are forgotten. Rows that are not longer stay as they are.
+    """Return the cache with every row shortened to at most lengths[b] tokens: the newest are dropped. Shorter rows do not change.
 
-    The ageing rule body(n) holds afterwards: body tokens that now belong to the window are decoded into it. So they keep the value that
-    attention saw, and are coded once more if they age again. Only blocks that can come back are decoded. A row trimmed to nothing is new.
+    The ageing rule body(n) holds afterwards: body tokens that now belong to the recent window are dequantized into it. So they keep the
+    value that attention saw, and are quantized once more if they age again. Only blocks that can come back are dequantized. A row that is
+    trimmed to 0 tokens is like a new one.
 
-    parameters: for each layer the method's parameters, `()` for methods without any. Raises ValueError where `lengths` is not [B].
+    parameters: the method's parameters for each layer; `()` for methods without any. Raises ValueError where `lengths` is not [B].
     """
     kept = jnp.asarray(lengths, jnp.int32)
     if kept.shape != (cache.batch,):
@@ -45,9 +46,9 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
 
 
 def select_rows(cache: Cache, index: Integers) -> Cache:
-    """The cache of rows index[0], index[1], ...: a selection, a new order, or copies. Exact.
+    """Return a cache of the rows index[0], index[1], ...: a selection, a new order, or copies. Exact.
 
-    Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be looked at and are clamped.
+    Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be checked and are clamped.
     """
     index = jnp.asarray(index)
     if index.ndim != 1 or not index.size or not jnp.issubdtype(index.dtype, jnp.integer):
@@ -60,7 +61,7 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
 
 
 def repeat_rows(cache: Cache, repeats: int) -> Cache:
-    """Every row `repeats` times, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact.
+    """Return a cache with every row repeated, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact.
 
     Raises ValueError for repeats < 1.
     """
@@ -70,21 +71,21 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
 
 
 def merge_rows(first: Cache, second: Cache) -> Cache:
-    """The rows of `first`, then those of `second`. Exact.
+    """Return a cache with the rows of `first`, then those of `second`. Exact.
 
-    ValueError names the field in which the caches differ: spec, dims, capacity or dtype.
+    Raises ValueError, naming the field, where the caches differ in spec, dims, capacity or dtype.
     """
     for field in ("spec", "dims", "capacity", "dtype"):
         one, other = getattr(first, field), getattr(second, field)
         if one != other:
-            raise ValueError(f"caches of different {field} cannot be merged: {one} and {other}")
+            raise ValueError(f"caches with different {field} cannot be merged: {one} and {other}")
     return jax.tree.map(lambda spec, *rows: jnp.concatenate(rows, axis=spec.axis("batch")), first.axes, first, second)
 
 
 def _trim_layer(
     plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB, below: Array | None
 ) -> tuple[LayerState, Array | None]:
-    """The shorter state, and the accumulator [B, 1, T, D] of the blocks that can come back, where layers build on each other."""
+    """Return the shortened state and, for cross-layer methods, the accumulator [B, 1, T, D] of the blocks that can come back."""
     regions = plan.regions
     emptied = (new == 0) & (old > 0)
 
@@ -98,10 +99,10 @@ def _trim_layer(
     blocks = min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block)
     if not blocks:
         return dataclasses.replace(state, stats=stats), None
-    first = jnp.minimum(regions.body(new), regions.body_capacity - blocks * regions.block)  # [B], the first body token to decode
+    first = jnp.minimum(regions.body(new), regions.body_capacity - blocks * regions.block)  # [B], the first body token to dequantize
     held = regions.ring_positions(new)
-    coded = held - regions.sink  # body index of the token that each ring slot holds now
-    returns = (coded >= regions.body(new)[:, None]) & (coded < regions.body(old)[:, None])
+    index = held - regions.sink  # the token that each ring slot holds now, counted from the start of the body
+    returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
     ring, carried = [], below
     for side, codec in enumerate(plan.codecs):
         body = load_row_blocks(codec.body(1, 1, regions.block), state.body[side], first // regions.block, blocks)
@@ -110,6 +111,6 @@ def _trim_layer(
         if plan.cross_layer:
             carried = cross_layer.after(plan.cross_layer, own, rows, below)
         rows = cross_layer.decoded(codec, own, rows, below)
-        back = take_tokens(rows, coded - first[:, None]).astype(state.ring[side].dtype)
+        back = take_tokens(rows, index - first[:, None]).astype(state.ring[side].dtype)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
     return dataclasses.replace(state, ring=tuple(ring), stats=stats), carried

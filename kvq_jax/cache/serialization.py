@@ -1,9 +1,9 @@
-"""Caches on disk: one safetensors file, whose header says what the cache is.
+"""Caches on disk: each is one safetensors file, whose header describes the cache.
 
     header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters
     tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths
 
-A file is data from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises.
+A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvq_jax.cache.spec import CacheSpec, parse
 
 FORMAT = "kvq-cache"
 VERSION = "1"
-DTYPES = {  # safetensors names of those that are written
+DTYPES = {  # of tensors in a file, by their safetensors names
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
@@ -43,7 +43,10 @@ DTYPES = {  # safetensors names of those that are written
 
 
 def fingerprint(tree: Tree) -> str:
-    """sha256 of a tree's arrays: dtype, shape and bytes of every leaf in tree order, as 64 hex digits. Reads every array to the host."""
+    """Return the sha256 of a tree's arrays as 64 hex digits: dtype, shape and bytes of every leaf, in tree order.
+
+    Copies every array to the host.
+    """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         array = np.ascontiguousarray(leaf)
@@ -53,9 +56,9 @@ def fingerprint(tree: Tree) -> str:
 
 
 def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint: str = "", parameters_fingerprint: str = "") -> None:
-    """Writes a cache, bit for bit. The file appears complete or not at all.
+    """Write a cache to a file, bit for bit. The file appears complete or not at all.
 
-    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters it was coded with.
+    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters that it was quantized with.
     """
     header = {
         "format": FORMAT,
@@ -83,10 +86,11 @@ def load_cache(
     model_fingerprint: str | None = None,
     parameters_fingerprint: str | None = None,
 ) -> Cache:
-    """Reads a cache that `save_cache` wrote, bit for bit. What is given must agree with the file; None is not compared.
+    """Return the cache that `save_cache` wrote, bit for bit. Arguments that are given must agree with the file; None is not compared.
 
-    ValueError, in one line, names what differs (spec, dims, capacity, dtype, a fingerprint), or the tensor that is missing, unknown, or of
-    another shape or dtype than the header promises, or says that the file cannot be read. FileNotFoundError where there is none.
+    Raises ValueError, in one line, where the file cannot be read, where an argument differs (spec, dims, capacity, dtype, a fingerprint),
+    or where a tensor is missing, unknown, or has another shape or dtype than the header promises. Raises FileNotFoundError where there is
+    no file.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -104,11 +108,11 @@ def load_cache(
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}") from None
-        found = _header(path, file.metadata() or {}, len(file.keys()))
+        fields = _header(path, file.metadata() or {}, len(file.keys()))
         for field, value in expected.items():
-            if value is not None and value != found[field]:
-                raise ValueError(f"{str(path)!r} holds a cache of another {field}: {_show(found[field])}, expected {_show(value)}")
-        promised = _promised(path, found)
+            if value is not None and value != fields[field]:
+                raise ValueError(f"{str(path)!r} holds a cache with another {field}: {_show(fields[field])}, expected {_show(value)}")
+        promised = _promised(path, fields)
         _compare(path, file, _named(promised))
         tensors = [jnp.asarray(file.get_tensor(name)) for name in _named(promised)]
     cache = jax.tree.unflatten(jax.tree.structure(promised), tensors)
@@ -118,7 +122,7 @@ def load_cache(
 
 
 def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[str, Any]:
-    """The header's fields as values; ValueError, in one line, where one is missing or makes no sense."""
+    """Return the header's fields as values. Raise ValueError, in one line, where one is missing or makes no sense."""
     if header.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r}, not {FORMAT!r}")
     if header.get("format_version") != VERSION:
@@ -132,22 +136,22 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
         "model_fingerprint": str,
         "parameters_fingerprint": str,
     }
-    found = {}
+    fields = {}
     for field, read in readers.items():
         try:
-            found[field] = read(header[field])
-        except (KeyError, TypeError, ValueError, RecursionError):  # the last of JSON that is nested too deeply
+            fields[field] = read(header[field])
+        except (KeyError, TypeError, ValueError, RecursionError):  # the last is raised by JSON that is nested too deeply
             raise ValueError(f"{str(path)!r}: header field {field}={header.get(field)!r} cannot be read") from None
-    dims = dataclasses.asdict(found["dims"])
+    dims = dataclasses.asdict(fields["dims"])
     if not all(isinstance(size, int) and size > 0 for size in dims.values()) or dims["num_hidden_layers"] > tensors:
         raise ValueError(f"{str(path)!r}: header field dims={dims} does not describe a model of this file's {tensors} tensors")
-    return found
+    return fields
 
 
-def _promised(path: pathlib.Path, found: dict[str, Any]) -> Cache:
+def _promised(path: pathlib.Path, fields: dict[str, Any]) -> Cache:
     try:
-        return layout(found["spec"], found["dims"], found["batch"], found["capacity"], found["dtype"])
-    except (ValueError, ArithmeticError, LookupError) as error:  # the others of sizes that no method expects
+        return layout(fields["spec"], fields["dims"], fields["batch"], fields["capacity"], fields["dtype"])
+    except (ValueError, ArithmeticError, LookupError) as error:  # the last two are raised for sizes that no method expects
         raise ValueError(f"{str(path)!r}: the header does not describe a cache: {error}") from None
 
 
@@ -163,12 +167,12 @@ def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeSt
 
 
 def _named(cache: Cache) -> dict[str, Any]:
-    """The leaves of a cache, or of its layout, by path: layers.0.body.k.words.0."""
+    """Return the leaves of a cache, or of its layout, by path, such as layers.0.body.k.words.0."""
     return {".".join(_steps(cache, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
 
 
 def _steps(cache: Cache, path: tuple[Any, ...]) -> list[str]:
-    """`layers`, number, field, side, then the codec's own names: the second index in a layer is the side."""
+    """Return a path's steps as text. Within a layer: `layers`, its number, a field, the side, then the codec's own names."""
     steps = [str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path]
     if steps[0] == "layers":
         steps[3] = cache.plans[int(steps[1])].names[int(steps[3])]

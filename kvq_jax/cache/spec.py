@@ -2,7 +2,7 @@
 
     SPEC    = METHOD | k=METHOD+v=METHOD[+cache:OPTIONS]
     METHOD  = name[:OPTIONS]                         OPTIONS = option=value[,option=value ...]
-    preset=NAME among the options stands for the method's options of that name; what is written beside it wins
+    preset=NAME stands for a method's named set of options; options that are written beside it win
     values  : 2 | 0.01 | true | hybrid | 0-2/31 (a list of layers) | 4@0-2/2 (4 in layers 0 to 2, else 2)
 
 `sink`, `recent`, `block`, `skip_layers` and `subtract_bias` belong to the cache; in a single METHOD they stand among its options.
@@ -31,10 +31,10 @@ MOST_LAYERS = 4096  # that a spec can name; a range of layers is written out bef
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """What a cache is: the methods of both sides and the windows. Frozen and hashable, so it is a static argument of a jitted function.
+    """The description of a cache: the methods of both sides and the windows. Build it with `parse`.
 
-    sink, recent, block: tokens. skip_layers: layers kept exact. subtract_bias: keys are cached without k_proj's bias
-    (codecs/bias_subtracting.py). Build it with `parse`.
+    Frozen and hashable, so it can be a static argument of a jitted function. sink, recent, block: tokens. skip_layers: layers kept in full
+    precision. subtract_bias: keys are cached without k_proj's bias (codecs/bias_subtracting.py).
     """
 
     k: Method
@@ -68,25 +68,25 @@ class CacheSpec:
             late = [] if first is None else [layer for layer in self.skip_layers if layer >= first]
             if late:
                 raise ValueError(
-                    f"skip_layers names layer {late[0]}: layers kept exact must lie before layer {first}, where {method.name} starts"
+                    f"skip_layers names layer {late[0]}: layers in full precision must lie before layer {first}, where {method.name} starts"
                 )
 
     def _without_bias(self, keys: Codec) -> Codec:
         if keys.exact or keys.rebuilds:
-            why = "caches no keys, and rebuilds them with their bias" if keys.rebuilds else "keeps keys exact"
+            why = "caches no keys and rebuilds them with their bias" if keys.rebuilds else "keeps keys in full precision"
             raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave it out")
         return BiasSubtracting(keys)
 
     @property
     def exact(self) -> bool:
-        """Return True where both methods keep every row as it is, whatever their options."""
+        """Return True where neither method quantizes anything, whatever its options."""
         return self.k.exact and self.v.exact
 
     def regions(self, capacity: int) -> Regions:
         return Regions(self.sink, self.recent, self.block, capacity)
 
     def layer(self, index: int, dims: ModelDims, capacity: int, dtype: str) -> LayerPlan:
-        """The plan of one layer: resolved codecs and regions. ValueError where the options do not fit the model."""
+        """Return the plan of one layer: resolved codecs and regions. Raises ValueError where the options do not fit the model."""
         self._check()
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
         k_codec, v_codec = k.codec("k", index, dims, self.block, dtype), v.codec("v", index, dims, self.block, dtype)
@@ -104,7 +104,7 @@ def _defaults(k: Method, v: Method) -> CacheSpec:
 
 
 def parse(text: str | CacheSpec) -> CacheSpec:
-    """The spec that a text describes. ValueError, in one line, names what is unknown and lists what is allowed."""
+    """Return the spec that a text describes. Raises ValueError, in one line, which names what is unknown and lists what is allowed."""
     if isinstance(text, CacheSpec):
         return text
     parts = re.split(r"\+(?![0-9])", text.strip())  # 1e+16 is a number
@@ -158,14 +158,14 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _named(name: str) -> Method:
-    """Return the method of this name with its default options."""
+    """Return the method with this name and its default options."""
     if name not in METHODS:
         raise ValueError(f"unknown cache method {name!r}; methods: {', '.join(METHODS)}")
     return METHODS[name]
 
 
 def _with_preset(name: str, options: dict[str, str]) -> dict[str, str]:
-    """The options with `preset` replaced by those that it stands for, as far as they are not given."""
+    """Return the options with `preset` replaced by those that it stands for; options that are given win."""
     presets = _named(name).presets
     if not presets or "preset" not in options:
         return options
@@ -201,8 +201,8 @@ def _value(where: str, text: str, field: dataclasses.Field) -> Any:
         raise ValueError(f"{where}={text} cannot be read; expected {expected}") from None
     if isinstance(value, PerLayer):
         _check_ranges(f"{where}={text}", [(first, last) for _, first, last in value.ranges])
-    found = value.values() if isinstance(value, PerLayer) else (value,)
-    if choices and any(v not in choices for v in found):
+    values = value.values() if isinstance(value, PerLayer) else (value,)
+    if choices and any(v not in choices for v in values):
         raise ValueError(f"{where}={text} is not allowed; choose from {', '.join(map(str, choices))}")
     if not choices and isinstance(value, int | float) and not 0 <= value < math.inf:
         raise ValueError(f"{where}={text} must be {'finite and ' if isinstance(value, float) else ''}not negative")
@@ -221,13 +221,13 @@ def _read_per_layer(text: str) -> int | PerLayer:
     *ranges, last = text.split("/")
     if not ranges:
         return int(last)
-    found = []
+    parsed = []
     for item in ranges:
         value, at, layers = item.partition("@")
         if not at:
             raise ValueError(text)
-        found.append((int(value), *_read_range(layers)))
-    return PerLayer(tuple(found), int(last))
+        parsed.append((int(value), *_read_range(layers)))
+    return PerLayer(tuple(parsed), int(last))
 
 
 def _with_cache_options(spec: CacheSpec, options: dict[str, str]) -> CacheSpec:
@@ -265,7 +265,7 @@ def _check_ranges(where: str, ranges: list[tuple[int, int]]) -> None:
 
 def _check_value_method(method: Method) -> None:
     if method.keys_only:
-        raise ValueError(f"v={method.name} has no meaning: {method.name} is a method for keys and keeps values exact; write v=dense")
+        raise ValueError(f"v={method.name} has no meaning: {method.name} quantizes keys only; write v=dense")
 
 
 def _write_layers(layers: tuple[int, ...]) -> str:

@@ -1,11 +1,11 @@
-"""One step of any model through its cache, layer by layer: new tokens' queries, keys and values in, attention out.
+"""One step of any model through its cache, layer by layer: queries, keys and values of new tokens go in, attention comes out.
 
-    step = begin(cache, tokens, lengths, prefill=True)        T new tokens of each row, and where they stand
+    step = begin(cache, tokens, lengths, prefill=True)        T new tokens for each row, and their positions
     out, step = append_and_attend(step, q, k, v)              once for each layer, from the first to the last
     cache = finish(step)                                      the cache with the tokens added
 
-The three are pure functions. Use them inside a jitted function of the model's own that takes the cache and returns it (donated, or as the
-carry of a `lax.scan` or `lax.while_loop`): then the cache is updated in place. `docs/own_model.md` is an example.
+All three are pure. Call them inside your model's jitted function, which takes the cache and returns it: if the cache is donated, or is the
+carry of a `lax.scan` or `lax.while_loop`, it is updated in place. `docs/own_model.md` has an example.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Step:
     """T new tokens on their way through the layers, made by `begin`. A pytree.
 
     positions [B, T] int32: indices of the new tokens in their sequences, which RoPE takes. valid [B, T] bool: True for the tokens that the
-    cache takes up, False for padding and past the capacity. layer (static): how many layers the tokens have gone through. The other fields
-    belong to `append_and_attend`: the cache, of which the layers behind `layer` are still as they were; method parameters; what a
-    cross-layer method carries from layer to layer.
+    cache stores, False for padding and past the capacity. layer (static): the number of layers that the tokens have passed. The other
+    fields belong to `append_and_attend`: the cache, whose layers from `layer` on are not yet updated; the method parameters; and the value
+    that a cross-layer method carries from layer to layer.
     """
 
     positions: PositionsBT
@@ -61,13 +61,12 @@ def begin(
 ) -> Step:
     """Return the step that adds `tokens` new tokens to every row of a cache, at positions cache.lengths[b] + t.
 
-    lengths [B] int: how many of them are real (default: all); the rest is padding on the right, and a row of length 0 stays as it is.
-    prefill (static): True for prompts, whose tokens attend to each other exactly, and from which methods take their prompt statistics where
-    a row was empty; False for generated tokens, each of which sees the cache as if it had come alone. parameters: what `prepare_layer`
-    returned, one entry for each layer, for methods that need any. implementation (static): "xla" or "pallas"; None takes kernels where they
-    can run.
+    lengths [B] int: how many of them are real (default: all); the rest is padding on the right, and a row of length 0 does not change.
+    prefill (static): True for prompts, whose tokens attend to each other in full precision and give the prompt statistics of rows that were
+    empty; False for generated tokens, each of which sees the cache as if it had come alone. parameters: what `prepare_layer` returned, one
+    entry for each layer, for methods that need any. implementation (static): "xla" or "pallas"; None uses kernels where they can run.
 
-    A token past the capacity is not written and does not count: its attention is NaN, in every layer, and so is what a model makes of it.
+    A token past the capacity is neither stored nor counted. Its attention is NaN in every layer, and so is all that follows from it.
 
     Raises ValueError, in one line, where the lengths do not fit the batch or the cache's method needs parameters that are not given.
     """
@@ -79,8 +78,8 @@ def begin(
     for layer, (plan, own) in enumerate(zip(cache.plans, given, strict=True)):
         missing = missing_parameters(plan, own)
         if missing:
-            how = f"kvq.prepare_layer({str(cache.spec)!r}, dims, {layer}, ...) makes them, begin(..., parameters=...) takes them"
-            raise ValueError(f"{str(cache.spec)!r} needs parameters for {missing} of layer {layer}: {how}")
+            remedy = f"kvq.prepare_layer({str(cache.spec)!r}, dims, {layer}, ...) makes them, begin(..., parameters=...) takes them"
+            raise ValueError(f"{str(cache.spec)!r} needs parameters for {missing} of layer {layer}: {remedy}")
     new = jnp.arange(tokens, dtype=jnp.int32)[None]
     positions = cache.lengths[:, None] + new
     valid = positions < cache.capacity
@@ -108,15 +107,15 @@ def append_and_attend(
         out[b, n, t] = softmax(q[b, n, t] . K / sqrt(H)) V        over the cached tokens and the new ones up to t
 
     q [B, N, T, H] and k [B, K, T, H] come after RoPE, v [B, K, T, H]; query head n reads KV head n // (N // K). out [B, N, T, H] has the
-    dtype of q and is accumulated in fp32; at padding it is finite and unspecified, past the capacity NaN. Exact over the sink, the recent
-    window and the other tokens of a prompt; the body is read as it was quantized.
+    dtype of q and is accumulated in fp32; at padding it is finite and unspecified, past the capacity NaN. Attention is exact over the sink,
+    the recent window and the other tokens of a prompt; over the body it is that of the dequantized keys and values.
 
-    What some methods read beside them: q_pre, k_pre before RoPE (keys cached before RoPE; some forms of SQuat) and the model's `rope`
-    (these, XQuant, subtract_bias); x [B, T, D], the input of the projections, after the norm (XQuant); residual [B, T, D], what x was
-    normalized from (some forms of XQuant-CL).
+    Some methods read more: q_pre and k_pre, before RoPE (keys cached before RoPE; some forms of SQuat); the model's `rope` (the same,
+    XQuant and subtract_bias); x [B, T, D], the input of the projections, after the norm (XQuant); residual [B, T, D], which x was normalized
+    from (some forms of XQuant-CL).
 
-    Raises ValueError, in one line, for shapes that are not the cache's, where a method lacks one of these (by name), after the last layer,
-    and where a named implementation cannot run.
+    Raises ValueError, in one line, for shapes that do not fit the cache, where the method needs an array that is not given (it is named),
+    after the last layer, and where a named implementation cannot run.
     """
     cache = step.cache
     if step.layer == len(cache.layers):
@@ -131,7 +130,7 @@ def append_and_attend(
             raise ValueError(f"{name} must have shape {list(shape)} in this step of this cache, got {list(array.shape)}")
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
     plan, own, state = cache.plans[step.layer], step.parameters[step.layer], cache.layers[step.layer]
-    # settled here, where a device's kernels are looked for, and not in what is traced once for all
+    # The choice depends on the device, so it is made here and not inside _layer_step, whose trace equal layers share.
     chosen = dispatch.choose(step.implementation, plan, dims.num_attention_heads, 1 if step.prefill else tokens) or "xla"
     out, state, carry = _layer_step(plan, step.prefill, chosen, own, state, inputs, step.carry)
     layers = (*cache.layers[: step.layer], state, *cache.layers[step.layer + 1 :])
@@ -139,7 +138,7 @@ def append_and_attend(
 
 
 def finish(step: Step) -> Cache:
-    """Return the cache with the step's tokens added and counted. ValueError where the step did not go through every layer."""
+    """Return the cache with the step's tokens added and counted. Raises ValueError where the step has not gone through every layer."""
     if step.layer != len(step.cache.layers):
         raise ValueError(f"the step went through {step.layer} of {len(step.cache.layers)} layers: call append_and_attend once for each")
     return dataclasses.replace(step.cache, lengths=step.cache.lengths + jnp.sum(step.valid, axis=1, dtype=jnp.int32))

@@ -1,6 +1,6 @@
-"""One layer of a cache: windows of exact rows around a coded body, for keys and values, and what happens to them when tokens arrive.
+"""The update of one layer of a cache: new tokens enter the full-precision windows, and blocks that age out are quantized into the body.
 
-Every method shares this file; what differs between methods is in their codecs. The functions are pure: state in, state out.
+All methods share this file; they differ in their codecs. The functions are pure: state in, state out.
 
 `carry` is a value that flows through the layers of one forward pass: `()` for methods whose layers are independent, the accumulator for
 cross-layer methods (cross_layer.py).
@@ -30,10 +30,10 @@ ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 def prefill_layer(
     plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Attention of prompt tokens, and the state with them added.
+    """Return (out, state, carry): attention of prompt tokens, and the layer's state with them added.
 
-    Attention is exact inside the prompt and over the windows; what was in the body before is read quantized. Rows of the batch that were
-    empty get their prompt statistics here. `implementation` quantizes; attention of many tokens is XLA's.
+    Attention is exact inside the prompt and over the windows; tokens that were in the body before are read as they were quantized. Rows of
+    the batch that were empty get their prompt statistics here. `implementation` chooses what quantizes; XLA does the attention of prompts.
     """
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
@@ -48,8 +48,11 @@ def prefill_layer(
 def decode_layer(
     plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, implementation: Implementation = None
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    """Attention of T generated tokens, and the state with them added. The result is that of T single steps: each token sees the body as it
-    was at its turn. `implementation`: see attention/dispatch.py."""
+    """Return (out, state, carry): attention of T generated tokens, and the layer's state with them added.
+
+    The result is that of T single steps: each token sees the body as it would be at its own step. `implementation`: see
+    attention/dispatch.py.
+    """
     params = by_side(params)
     _, heads, tokens, _ = inputs.q_rot.shape
     launch = dispatch.choose(implementation, plan, heads, tokens)
@@ -62,8 +65,11 @@ def decode_layer(
 def append_layer(
     plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, launch: Launch | None = None
 ) -> LayerState:
-    """The state with the valid tokens of `inputs` added: the window rows are written, and whole blocks that age out are coded into the
-    body, by a kernel if `launch` is given. `carry` is read where the plan builds on the layer below."""
+    """Return the state with the valid tokens of `inputs` added.
+
+    Their rows are written to the windows, and whole blocks that age out are quantized into the body, by a kernel if `launch` is given.
+    Cross-layer methods read `carry`.
+    """
     params, regions = by_side(params), plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
@@ -77,7 +83,7 @@ def append_layer(
 
 
 def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
-    """Body tokens of each row once the valid tokens of `inputs` are in."""
+    """Return the number of body tokens of each row once the valid tokens of `inputs` are added."""
     start = inputs.positions[:, 0]
     return plan.regions.body(start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype))
 
@@ -89,27 +95,29 @@ def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: L
         return jnp.where(spec.along("batch", fresh), new, old)
 
     specs = tuple(codec.statistics_spec(1, plan.heads) for codec in plan.codecs)
-    found = tuple(codec.prompt_statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
-    return dataclasses.replace(state, stats=jax.tree.map(select, specs, found, state.stats))
+    prompt = tuple(codec.prompt_statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
+    return dataclasses.replace(state, stats=jax.tree.map(select, specs, prompt, state.stats))
 
 
 def _refresh(
     slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "#B E"], start: LengthsB, total: LengthsB
 ) -> Float[Array, "B K E C"]:
-    """Window slots after new tokens: slot e takes the row of position held[e] where that position is new, and keeps its row otherwise."""
+    """Return the window slots after new tokens: slot e takes the row at position held[e] if that position is new, else keeps its row."""
     new = (held >= start[:, None]) & (held < total[:, None])
     index = jnp.clip(held - start[:, None], 0, rows.shape[2] - 1)
     return jnp.where(new[:, None, :, None], take_tokens(rows, index), slots)
 
 
 def take_tokens(rows: Float[Array, "B K T C"], index: Int[Array, "B E"]) -> Float[Array, "B K E C"]:
-    """rows[b, :, index[b]]."""
+    """Return rows[b, :, index[b]] for every batch row b."""
     return jnp.take_along_axis(rows, index[:, None, :, None], axis=2, mode="clip")
 
 
 def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: int) -> Tree:
-    """code(source), ENCODE_CHUNK tokens at a time, which bounds what quantizing a long prompt needs beside its rows. Arrays of `source`
-    have their tokens on axis 2; `block` describes the coded arrays of one block of `tokens` tokens."""
+    """Return code(source), computed ENCODE_CHUNK tokens at a time, which bounds the memory that quantizing a long prompt takes.
+
+    Arrays of `source` have their tokens on axis 2; `block` describes the quantized arrays of one block of `tokens` tokens.
+    """
     blocks, per_chunk = jax.tree.leaves(source)[0].shape[2] // tokens, max(1, ENCODE_CHUNK // tokens)
     chunks = -(-blocks // per_chunk)
     if chunks == 1:
@@ -123,9 +131,9 @@ def _by_chunks(code: Callable[[Tree], Tree], block: Tree, source: Tree, tokens: 
 
     coded = lax.map(one, jnp.arange(chunks))
 
-    def joined(spec: BodySpec, found: Array) -> Array:
+    def joined(spec: BodySpec, chunks: Array) -> Array:
         axis = spec.axis("tokens")
-        whole = jnp.moveaxis(found, 0, axis)
+        whole = jnp.moveaxis(chunks, 0, axis)
         whole = whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
         return lax.slice_in_dim(whole, 0, blocks * spec["tokens"].size, axis=axis)
 
@@ -145,7 +153,7 @@ def _age(
     prefill: bool,
     launch: Launch | None,
 ) -> Tree:
-    """The body with the blocks that leave the window when `start` tokens become `total`."""
+    """Return the body with the blocks added that leave the window when `start` tokens become `total`."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = min(-(-tokens // block), regions.body_capacity // block)
@@ -170,7 +178,6 @@ def _age(
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))
 
-    # In a decode step only every block-th token ages anything, and the branch returns one block: a branch that returned the body would
-    # copy it.
+    # In a decode step only every block-th token makes a block age. The branch returns that block and not the body, which it would copy.
     coded = encode() if tokens > block else lax.cond(jnp.any(leaving > 0), encode, nothing)
     return store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving)

@@ -17,30 +17,39 @@ from kvq_jax.codecs.base import Codec, Side
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """An integer that differs by layer: the first range that holds a layer gives its value, `default` every other. Written 4@0-2/2."""
+    """An integer that differs by layer: the first range that contains a layer gives its value, `default` that of all others.
+
+    Written 4@0-2/2: 4 in layers 0 to 2, else 2.
+    """
 
     ranges: tuple[tuple[int, int, int], ...]  # (value, first layer, last layer)
     default: int
 
     def at(self, layer: int) -> int:
+        """Return the value of one layer."""
         return next((value for value, first, last in self.ranges if first <= layer <= last), self.default)
 
     def values(self) -> tuple[int, ...]:
+        """Return every value that some layer may have, the default last."""
         return (*(value for value, _, _ in self.ranges), self.default)
 
 
 def at_layer(value: int | PerLayer, layer: int) -> int:
+    """Return the value of one layer, for an option that may be the same in all of them."""
     return value.at(layer) if isinstance(value, PerLayer) else value
 
 
 def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer: bool = False) -> Any:
-    """Declare an option of a method: its default (whose type is the option's type), a help line, the allowed values (any if empty)."""
+    """Declare an option of a method. Its type is that of `default`; `choices` are the allowed values (any if empty).
+
+    per_layer: its value may differ by layer (`PerLayer`).
+    """
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer})
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Sizes of the exact regions and of a block, in tokens."""
+    """Sizes in tokens: the sink and the recent window, which stay in full precision, and the block that is quantized at once."""
 
     sink: int
     recent: int
@@ -49,20 +58,20 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Method(abc.ABC):
-    """Makes the codec of each side of each layer. A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry.
+    """A quantization method: it makes the codec for each side of each layer.
 
-    name: as a spec writes it. summary, source: for `kvq methods`. The other class variables are facts about the method that hold whatever
-    its options are.
+    A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. name: as a spec writes it. summary, source: shown by
+    `kvq methods`. The other class variables are facts about the method that hold for all of its options.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
-    exact: ClassVar[bool] = False  # keys and values stay as they are
+    exact: ClassVar[bool] = False  # keys and values are not quantized
     has_prompt_statistics: ClassVar[bool] = False
     reads_queries: ClassVar[bool] = False
-    keys_only: ClassVar[bool] = False  # values stay exact
-    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # options that do nothing beside an option that is not 0
+    keys_only: ClassVar[bool] = False  # values stay in full precision
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by option: the options that it overrides where it is not 0
     presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
     def options(self) -> tuple[dataclasses.Field[Any], ...]:
@@ -71,14 +80,16 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def windows(self) -> Windows:
-        """Return the default window sizes: those closest to the paper under the project's one ageing rule."""
+        """Return the default window sizes: those closest to the paper's that the one ageing rule (layer/regions.py) allows."""
 
     def carries_from(self) -> int | None:
-        """Return the layer from which on every layer builds on the one below it; None where layers are independent."""
+        """Return the layer at which a cross-layer method starts its accumulator; None where layers are independent."""
         return None
 
     @abc.abstractmethod
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        """Return the codec of one side of one layer for a block of so many tokens and exact rows of `dtype`.
+        """Return the codec for one side of one layer.
 
-        Raises ValueError, in one line, where the options do not fit the model or the block."""
+        block: tokens that are quantized at once. dtype: that of rows in full precision. Raises ValueError, in one line, where the options
+        do not fit the model or the block.
+        """

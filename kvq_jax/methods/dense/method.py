@@ -1,4 +1,4 @@
-"""The exact cache as a method: the body holds the rows themselves."""
+"""The full-precision cache as a method: the body holds the rows themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvq_jax.methods.base import Method, Windows
 
 @dataclasses.dataclass(frozen=True)
 class DenseCodec(Codec):
-    """x^ = x, stored as `dtype`. Exact."""
+    """x^ = x: rows are stored as `dtype`, without quantization. Exact where the model has that dtype."""
 
     side: Side
     channels: int
@@ -49,8 +49,10 @@ class DenseCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Method):
+    """Keys and values in the model's dtype, without options or windows."""
+
     name: ClassVar[str] = "dense"
-    summary: ClassVar[str] = "exact keys and values in the model's dtype (the baseline)"
+    summary: ClassVar[str] = "keys and values in full precision, in the model's dtype (the baseline)"
     source: ClassVar[str] = "-"
     exact: ClassVar[bool] = True
 

@@ -1,5 +1,7 @@
-"""int2 to int8 and nf2 to nf4: plain number formats, scaled for each token or group of its channels. Equations: README.md beside this
-file."""
+"""Plain number formats, int2 to int8 and nf2 to nf4, with a range for each token or group of its channels.
+
+Equations and deviations: README.md beside this file.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ LEVELS: dict[Levels, str] = {"int": "integers", "nf": "NormalFloat levels"}
 
 @dataclasses.dataclass(frozen=True)
 class TokenFormat(Method):
-    """Codes of `bits` bits over the range of a token, or of a group of its channels: asymmetric integers with an unrounded zero point
-    ("int"), or levels at the quantiles of a normal distribution ("nf"; Dettmers et al., QLoRA). Both are part of the method's name, int4
-    or nf4, and no options."""
+    """Codes of `bits` bits over the range of a token, or of a group of its channels.
+
+    levels: "int", asymmetric integers with an unrounded zero point, or "nf", a codebook of quantiles of a normal distribution (Dettmers et
+    al., QLoRA). `levels` and `bits` are not options but part of the method's name, such as int4 or nf4.
+    """
 
     source: ClassVar[str] = "baselines of KVQuant (Hooper et al. 2024), arXiv:2401.18079"
 
@@ -32,7 +36,7 @@ class TokenFormat(Method):
     bits: int
     group_size: int = option(0, "channels that share a range (0: a token's whole KV width; ATOM uses 128, FlexGen 64)")
     pre_rope: bool = option(False, "cache keys before RoPE")
-    scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # one class serves seven names
@@ -40,7 +44,7 @@ class TokenFormat(Method):
 
     @property
     def summary(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"{LEVELS[self.levels]} of each token's range, keys and values alike"
+        return f"{LEVELS[self.levels]} over each token's range, keys and values alike"
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=32)

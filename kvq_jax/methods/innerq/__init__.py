@@ -1,4 +1,4 @@
-"""InnerQ: both caches grouped over the inner dimension of their product, per-group symmetric or asymmetric, keys normalised per channel."""
+"""InnerQ: groups over the inner dimension of each product, symmetric or asymmetric by group, and keys normalized per channel."""
 
 from kvq_jax.methods.innerq.method import InnerQ
 

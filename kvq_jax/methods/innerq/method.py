@@ -20,21 +20,25 @@ from kvq_jax.rope import Rope
 
 BITS = (1, 2, 3, 4, 8)
 NORM_FLOOR = 1e-3
-SLOT_BITS, SCALE_BITS, MODE_BITS = 32, 16, 1  # of a hybrid group in the paper's layout
+SLOT_BITS, SCALE_BITS, MODE_BITS = 32, 16, 1  # for a hybrid group in the paper's layout
 Mode = Literal["sym", "asym", "hybrid", "hybrid_prefill"]
 
 
 @dataclasses.dataclass(frozen=True)
 class InnerQCodec(GroupedCodec):
-    """Groups over the inner dimension; with `normalize`, keys are divided by the prompt's channel norm and the query is multiplied by
-    it."""
+    """Groups over the inner dimension. With `normalize`, keys are divided by a norm of each channel of the prompt, and queries are
+    multiplied by it."""
 
-    hybrid_decode: bool = True  # False: generated tokens take symmetric groups (hybrid_prefill)
+    hybrid_decode: bool = True  # False: groups of generated tokens are symmetric (mode=hybrid_prefill)
     normalize: bool = False
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """norm_h = sqrt(max_t |k_th|) over the prompt's valid, finite keys from position `first` on, at least 1e-3; 1 where there are
-        none. [B, K, 1, H] fp32."""
+        """Return the norm of each channel, [B, K, 1, H] fp32; () without `normalize`.
+
+            norm_h = max(1e-3, sqrt(max_t |k_th|))        over the prompt's valid, finite keys from position `first` on
+
+        The norm is 1 for a row without such tokens.
+        """
         if not self.normalize:
             return ()
         keys = self.rows(params, inputs).astype(jnp.float32)
@@ -77,7 +81,10 @@ class InnerQCodec(GroupedCodec):
         return self.normalize
 
     def paper_bytes(self, elements: int) -> int | None:
-        """A hybrid group takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero), an fp16 scale and a bit for the mode."""
+        """Return the bytes of the paper's hybrid groups; None for other schemes, whose layout is the one stored here.
+
+        A group takes its codes at `bits` each, one 32-bit slot (signs, or an fp32 zero point), an fp16 scale and one bit for the mode.
+        """
         if self.format.scheme != "hybrid":
             return None
         groups = elements // self.format.group_size
@@ -86,24 +93,26 @@ class InnerQCodec(GroupedCodec):
 
 @dataclasses.dataclass(frozen=True)
 class InnerQ(Method):
-    """Keys per token over channel groups, values per channel over token groups. Tayaranian et al., InnerQ, section 4."""
+    """Keys per token over groups of channels, values per channel over groups of tokens. Source: Tayaranian et al., InnerQ, section 4."""
 
     name: ClassVar[str] = "innerq"
-    summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalised per channel"
+    summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalized per channel"
     source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026), arXiv:2602.23200"
     has_prompt_statistics: ClassVar[bool] = True
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits", "k_bits", "v_bits")}
 
-    bits: int | PerLayer = option(2, "magnitude bits, sign extra in symmetric groups (the paper's count)", choices=BITS, per_layer=True)
+    bits: int | PerLayer = option(
+        2, "magnitude bits, the paper's count: the sign of symmetric groups is extra", choices=BITS, per_layer=True
+    )
     k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
     v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
     total_bits: int = option(
-        0, "bits with the sign counted (0: use bits); 3 here is the paper's 2 unless mode=asym", choices=(0, 2, 3, 4, 5, 8, 9)
+        0, "bits, the sign included (0: use bits); 3 here is the paper's 2 unless mode=asym", choices=(0, 2, 3, 4, 5, 8, 9)
     )
-    mode: Mode = option("hybrid", "quantizer of a group", choices=("hybrid", "sym", "asym", "hybrid_prefill"))
+    mode: Mode = option("hybrid", "how a group is quantized", choices=("hybrid", "sym", "asym", "hybrid_prefill"))
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
-    normalize: bool = option(True, "divide keys by the prompt's per-channel norm")
-    scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
+    normalize: bool = option(True, "divide keys by a norm of each channel of the prompt")
+    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
 
     def windows(self) -> Windows:
         return Windows(sink=32, recent=96, block=self.group_size or 32)

@@ -16,7 +16,10 @@ BITS = (2, 3, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Kivi(Method):
-    """Asymmetric groups; keys over tokens (per channel), values over channels (per token). Liu et al., KIVI, section 3.2."""
+    """Asymmetric groups, over tokens for keys (per channel) and over channels for values (per token).
+
+    Source: Liu et al., KIVI, section 3.2.
+    """
 
     name: ClassVar[str] = "kivi"
     summary: ClassVar[str] = "keys per channel over groups of tokens, values per token over groups of channels, asymmetric"
@@ -27,7 +30,7 @@ class Kivi(Method):
     v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     pre_rope: bool = option(False, "cache keys before RoPE (the XQuant paper's KIVI*)")
-    scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=96, block=self.group_size or 32)

@@ -1,4 +1,4 @@
-"""KVQuant: calibrated non-uniform levels, keys before RoPE, exact outliers."""
+"""KVQuant: a calibrated non-uniform codebook, keys before RoPE, outliers in full precision."""
 
 from kvq_jax.methods.kvquant.method import KVQuant
 

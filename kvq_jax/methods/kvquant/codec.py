@@ -1,5 +1,7 @@
-"""KVQuant's codec: where ranges, thresholds and levels come from. What is stored: codecs/codebook.py and
-arrays/sparse_outliers.py."""
+"""KVQuant's codec: the sources of its ranges, thresholds and codebooks.
+
+The stored arrays are those of arrays/codebook_array.py and arrays/sparse_outliers.py.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,15 @@ Weighting = Literal["fisher_scale", "fisher", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class KVQuantCodec(Codec):
-    """x^ = values[code] * scale + zero, outliers exact.
+    """x^ = values[code] * scale + zero, and outliers in full precision.
 
-    `format.group` is None where ranges belong to channels (calibrated, and known before a token comes), the whole KV width where they
-    belong to tokens. Parameters, by name:
+    `format.group` is None where ranges belong to channels (calibrated, so known before a token arrives), and spans the whole KV width where
+    they belong to tokens. Parameters, by name:
 
-        levels [2^bits]       what codes are chosen by (datatype nuq)
-        qnorm [2]             values = qnorm[0] * levels + qnorm[1], if `qnorm` asks for it
-        scale, zero [K, H]    half the range of a channel, and its middle (ranges of channels)
-        lower, upper          what lies outside is an outlier: [K, H] (ranges of channels), [] (of tokens, thresholds of the whole layer)
+        levels [2^bits]       the codebook that codes are chosen from (datatype nuq)
+        qnorm [2]             with the option `qnorm`, values = qnorm[0] * levels + qnorm[1]; else values = levels
+        scale, zero [K, H]    half a channel's range, and its middle (ranges of channels)
+        lower, upper          thresholds of outliers: [K, H] (ranges of channels), or [] (ranges of tokens, thresholds of the whole layer)
     """
 
     side: Side
@@ -74,7 +76,7 @@ class KVQuantCodec(Codec):
     def calibrate(
         self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        found = fit.parameters(
+        fitted = fit.parameters(
             rows,
             gradients,
             levels=2**self.format.bits if self.datatype == "nuq" else None,
@@ -84,7 +86,7 @@ class KVQuantCodec(Codec):
             slots=self.format.slots,
             weighting=self.weighting,
         )
-        return {name: found[name] for name in self.parameters(rows.shape[1])}
+        return {name: fitted[name] for name in self.parameters(rows.shape[1])}
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
@@ -135,19 +137,22 @@ class KVQuantCodec(Codec):
         return None if self.per_channel else self.format.bits
 
     def paper_bits(self, width: int, context: int, *, pointers: bool) -> float:
-        """b + 32 / width (tokens) or b + 32 / context (channels), + 32 * fraction for outliers and half a pointer (Appendix M)."""
+        """Return b + 32 / width (ranges of tokens) or b + 32 / context (of channels), + 32 * fraction for outliers + half a pointer.
+
+        Source: Hooper et al., KVQuant, Appendix M.
+        """
         pointer = 32 / width / 2 if pointers and self.outliers else 0
         return self.format.bits + 32 / (context if self.per_channel else width) + 32 * self.outliers + pointer
 
     def _by_channel(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
-        """(finite rows, scale, zero, which entries are outliers) for ranges of channels."""
+        """Return (finite rows, scale, zero, mask of outliers) for ranges of channels."""
         scale, zero, lower, upper = (self._channels(params, name) for name in ("scale", "zero", "lower", "upper"))
         low, high = zero - scale, zero + scale
         clean = jnp.where(jnp.isfinite(rows), rows, jnp.where(jnp.isnan(rows), jnp.clip(0, low, high), jnp.where(rows > 0, high, low)))
         return clean, scale, zero, (clean < lower) | (clean > upper)
 
     def _by_token(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"] | None]:
-        """The same for ranges of tokens: the smallest and the largest entry that is no outlier."""
+        """Return the same for ranges of tokens, which run from the smallest to the largest entry that is not an outlier."""
         group, slots, dtype = self.format.group, self.format.slots, self.format.scale_dtype
         assert group is not None, "ranges of tokens have a group"
         cut, low, high = finite_range(group.cut(rows), ChannelGroup.AXES, saturation_limit(dtype))
@@ -188,7 +193,7 @@ class KVQuantCodec(Codec):
 
 
 def _innermost(rows: RowsBKTH, beyond: int) -> tuple[Array, Array]:
-    """(low, high) [B, 1, T, 1]: the entries of each token's KV width beyond which lie `beyond` smaller, and as many larger, ones."""
+    """Return (low, high), [B, 1, T, 1]: in each token's KV width, `beyond` entries lie below low and as many above high."""
     batch, _, tokens, _ = rows.shape
     flat = jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)
     high, low = (sign * lax.top_k(sign * flat, beyond + 1)[0][..., -1] for sign in (1, -1))

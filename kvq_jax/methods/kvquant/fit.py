@@ -1,7 +1,7 @@
-"""KVQuant's offline part: thresholds, ranges and levels from the activations of a calibration text. NumPy, one side of one layer at a time.
+"""KVQuant's calibration: thresholds, ranges and codebooks from the activations of a text, in NumPy, for one side of one layer at a time.
 
-    y = (x - zero) / scale,                  scale, zero: half the range and the middle of what is no outlier, by channel or by token
-    levels = argmin sum_i w_i (y_i - nearest level)^2               over the elements that are no outliers
+    y = (x - zero) / scale,                  scale, zero: half the range and the middle of the inliers, by channel or by token
+    levels = argmin sum_i w_i (y_i - nearest level)^2               over the inliers
     w = F scale^2 (fisher_scale), F (fisher), 1 (none)              F = (d loss / d x)^2, the diagonal of the Fisher information
     qnorm = (s1 / s2, m1 - m2 s1 / s2)                              means m and deviations s of y before (1) and after (2) quantization
 
@@ -31,9 +31,11 @@ def parameters(
     slots: int,
     weighting: str,
 ) -> Mapping[str, np.ndarray]:
-    """Everything that `KVQuantCodec.parameters` may ask for, fp32. levels: how many; None leaves them (and qnorm) out.
+    """Return everything that `KVQuantCodec.parameters` may ask for, fp32.
 
-    ValueError where rows or gradients are not finite, where there are fewer than two tokens, or where all gradients are 0.
+    levels: entries of the codebook; None leaves it (and qnorm) out. weighting: fisher_scale, fisher or none.
+
+    Raises ValueError where rows or gradients are not finite, where there are fewer than two tokens, or where all gradients are 0.
     """
     tokens, heads, head_dim = rows.shape
     if tokens < 2:
@@ -45,22 +47,22 @@ def parameters(
     lower, upper = _thresholds(x, per_channel, per_matrix, outliers, slots)
     kept = (x >= lower) & (x <= upper)
     scale, zero = _ranges(x, kept, per_channel)
-    found = {"scale": scale, "zero": zero, "lower": lower, "upper": upper}
+    fitted = {"scale": scale, "zero": zero, "lower": lower, "upper": upper}
     if per_channel:
-        found = {name: np.broadcast_to(array, (1, heads * head_dim)).reshape(heads, head_dim) for name, array in found.items()}
+        fitted = {name: np.broadcast_to(array, (1, heads * head_dim)).reshape(heads, head_dim) for name, array in fitted.items()}
     else:
-        found = {name: array.reshape(()) for name, array in found.items() if array.size == 1}
+        fitted = {name: array.reshape(()) for name, array in fitted.items() if array.size == 1}
     if levels is not None:
-        kept &= scale > 0  # a constant channel needs no level
+        kept &= scale > 0  # a constant channel needs no entry of the codebook
         y = np.clip(((x - zero) / np.where(scale > 0, scale, 1))[kept], -1, 1)
         weights = _weights(grad, scale, kept, weighting)
-        found["levels"] = weighted_levels(y, weights, levels)
-        found["qnorm"] = _qnorm(y, found["levels"])
-    return {name: np.array(array, np.float32) for name, array in found.items()}
+        fitted["levels"] = weighted_levels(y, weights, levels)
+        fitted["qnorm"] = _qnorm(y, fitted["levels"])
+    return {name: np.array(array, np.float32) for name, array in fitted.items()}
 
 
 def _thresholds(x: Wide, per_channel: bool, per_matrix: bool, outliers: float, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lower, upper), broadcast against x: what lies outside is an outlier."""
+    """Return (lower, upper), which broadcast against x. Elements outside them are outliers."""
     axis = None if per_matrix else 0 if per_channel else 1
     if not slots:
         return x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
@@ -68,12 +70,12 @@ def _thresholds(x: Wide, per_channel: bool, per_matrix: bool, outliers: float, s
         low, high = np.percentile(x, [50 * outliers, 100 - 50 * outliers], axis=axis, keepdims=True)
         return low.astype(np.float32), high.astype(np.float32)
     side, width = slots // 2, x.shape[1]
-    ordered = np.partition(x, [side, width - 1 - side], axis=1)  # as the codec finds them when a token comes
+    ordered = np.partition(x, [side, width - 1 - side], axis=1)  # as the codec finds them when a token arrives
     return ordered[:, side, None], ordered[:, width - 1 - side, None]
 
 
 def _ranges(x: Wide, kept: Bool[np.ndarray, "tokens width"], per_channel: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, zero) of what is kept, by channel or by token; 0 and 0 where nothing is."""
+    """Return (scale, zero) of the kept elements, by channel or by token; 0 and 0 where none is kept."""
     axis = 0 if per_channel else 1
     low, high = np.where(kept, x, np.inf).min(axis=axis, keepdims=True), np.where(kept, x, -np.inf).max(axis=axis, keepdims=True)
     low, high = (np.where(np.isfinite(bound), bound, 0) for bound in (low, high))

@@ -1,9 +1,9 @@
-"""Weighted k-means of numbers: an exact solution on a coarse histogram, then Lloyd's iterations on a fine one.
+"""Weighted k-means in one dimension: an exact solution on a coarse histogram, then Lloyd's iterations on a fine one.
 
     minimize sum_i w_i min_j (y_i - level_j)^2
 
-In one dimension the optimum cuts the sorted numbers into runs, and dynamic programming finds it (Wang and Song, Ckmeans.1d.dp). Without
-randomness, so the same data gives the same levels; the histogram keeps sums, so levels are means of the numbers and not of bins.
+In one dimension the optimum cuts the sorted numbers into runs, and dynamic programming finds it (Wang and Song, Ckmeans.1d.dp). Nothing is
+random, so the same data give the same levels. The histogram keeps sums, so levels are means of the numbers and not of bins.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ ITERATIONS = 1000
 
 
 def nearest(y: Float[np.ndarray, " n"], levels: Float[np.ndarray, " entries"]) -> Int[np.ndarray, " n"]:
-    """The index of the nearest of sorted levels; of the lower one on a tie."""
+    """Return the index of the nearest of the sorted levels; on a tie, that of the lower one."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, y, side="left")
 
 
 def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"] | None, entries: int) -> Float[np.ndarray, " entries"]:
-    """Sorted levels of numbers in [-1, 1]. Fewer different numbers than entries leave some levels equal. ValueError without any number."""
+    """Return `entries` sorted levels for numbers in [-1, 1]. Fewer distinct numbers than entries leave some levels equal.
+
+    Raises ValueError where there are no numbers.
+    """
     if not y.size:
         raise ValueError("no element is left to find levels for")
     mass, first, second = _histogram(y, weights)
@@ -43,14 +46,14 @@ def weighted_levels(y: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"]
 
 
 def _histogram(y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
-    """(sum w, sum w y, sum w y^2) of FINE_BINS equal bins over [-1, 1]."""
+    """Return (sum w, sum w y, sum w y^2) for each of FINE_BINS equal bins over [-1, 1]."""
     index = np.clip(((y.astype(np.float64) + 1) * (FINE_BINS / 2)).astype(np.int64), 0, FINE_BINS - 1)
     one = np.ones(1) if weights is None else weights.astype(np.float64)
     return [np.bincount(index, np.broadcast_to(one * y.astype(np.float64) ** power, y.shape), FINE_BINS) for power in range(3)]
 
 
 def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
-    """The sums of at most COARSE_BINS runs of bins: half of their borders equally spaced, half at equal shares of the mass."""
+    """Return the sums of at most COARSE_BINS runs of bins: half of their borders equally spaced, half at equal shares of the mass."""
     share = np.cumsum(sums[0]) / sums[0].sum()
     even = np.linspace(0, 1, FINE_BINS)
     steps = np.floor((share + even) / 2 * COARSE_BINS).astype(np.int64)
@@ -59,7 +62,7 @@ def _coarse(*sums: np.ndarray) -> list[np.ndarray]:
 
 
 def _optimal(sums: list[np.ndarray], entries: int) -> np.ndarray:
-    """The means of the best cut of weighted runs, given by sum w, sum w y and sum w y^2, into `entries` runs."""
+    """Return the means of the best cut of bins, given by sum w, sum w y and sum w y^2, into `entries` runs."""
     used = sums[0] > 0
     mass, first, second = (np.concatenate([[0.0], np.cumsum(s[used])]) for s in sums)
     size = len(mass) - 1

@@ -18,31 +18,35 @@ BITS = (2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class KVQuant(Method):
-    """Keys before RoPE with calibrated ranges of channels, values with ranges of tokens, calibrated levels, exact outliers. Hooper et al.,
-    KVQuant, section 3."""
+    """Keys before RoPE with calibrated ranges of channels, values with ranges of tokens, calibrated codebooks, outliers in full precision.
+
+    Source: Hooper et al., KVQuant, section 3.
+    """
 
     name: ClassVar[str] = "kvquant"
-    summary: ClassVar[str] = "calibrated levels; keys per channel before RoPE, values per token; outliers exact (needs kvq calibrate)"
+    summary: ClassVar[str] = (
+        "calibrated codebooks, full-precision outliers; keys per channel before RoPE, values per token (needs kvq calibrate)"
+    )
     source: ClassVar[str] = "KVQuant (Hooper et al. 2024), arXiv:2401.18079"
 
     bits: int | PerLayer = option(4, "bits of keys and values", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(0, "bits of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
     v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    outliers: float = option(0.01, "fraction of each token's KV width that is kept exact, rounded up to whole values on both sides")
-    datatype: Datatype = option("nuq", "levels: calibrated, NormalFloat or equally spaced", choices=("nuq", "nf", "int"))
+    outliers: float = option(0.01, "fraction of each token's KV width kept in full precision, rounded up to whole values on both sides")
+    datatype: Datatype = option("nuq", "codebook: calibrated, NormalFloat or equally spaced", choices=("nuq", "nf", "int"))
     weighting: Weighting = option(
         "fisher_scale",
-        "of an element in the calibration of levels: Fisher x scale^2 (Appendix E), Fisher, or none",
+        "weight of an element when codebooks are calibrated: Fisher x scale^2 (Appendix E), Fisher, or none",
         choices=("fisher_scale", "fisher", "none"),
     )
-    qnorm: bool = option(False, "shift and stretch the levels so that mean and deviation survive (needs datatype=nuq)")
+    qnorm: bool = option(False, "shift and stretch the codebook so that mean and standard deviation survive (needs datatype=nuq)")
     pre_rope: bool = option(True, "cache keys before RoPE")
     k_axis: Literal["channel", "token"] = option("channel", "what shares a range among keys", choices=("channel", "token"))
     v_axis: Literal["channel", "token"] = option("token", "what shares a range among values", choices=("channel", "token"))
     thresholds: Literal["vector", "matrix"] = option(
-        "vector", "outliers are found in each channel or token, or in the whole layer", choices=("vector", "matrix")
+        "vector", "where outliers are looked for: in each channel or token, or in the whole layer", choices=("vector", "matrix")
     )
-    scale_dtype: str = option("float16", "dtype of the scales and zeros of tokens", choices=("float16", "float32"))
+    scale_dtype: str = option("float16", "dtype of the scales and zero points of tokens", choices=("float16", "float32"))
 
     def windows(self) -> Windows:
         return Windows(sink=1, recent=0, block=32)

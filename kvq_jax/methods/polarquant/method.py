@@ -24,12 +24,12 @@ from kvq_jax.methods.dense.method import DenseCodec
 from kvq_jax.rope import Rope
 
 BITS = (1, 2, 3, 4, 5, 6)
-GROUP = 128  # of the paper's m4n4
+GROUP = 128  # as in the paper's m4n4
 
 
 @dataclasses.dataclass(frozen=True)
 class PolarCodec(Codec):
-    """Keys after RoPE in polar form. On the global grid the prompt fixes the step of each pair's radii."""
+    """Keys after RoPE in polar form. With grid=global the prompt fixes the step of each pair's radii."""
 
     format: PolarFormat
 
@@ -47,8 +47,12 @@ class PolarCodec(Codec):
         return self.format.layout
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """step_i = max_t r_ti / (2^radius_bits - 1) over the prompt's valid, finite pairs from position `first` on, 1 where there are none.
-        [B, K, 1, H/2] fp32; () where radii have groups."""
+        """Return the step of each pair's radii, [B, K, 1, H/2] fp32; () where each group of radii has a step of its own.
+
+            step_i = max_t r_ti / (2^radius_bits - 1)        over the prompt's valid, finite pairs from position `first` on
+
+        The step is 1 where there are no such pairs.
+        """
         if self.format.grid == "grouped":
             return ()
         radius, _, finite = polar_array.to_polar(self.rows(params, inputs), saturation_limit(self.format.scale_dtype))
@@ -71,7 +75,11 @@ class PolarCodec(Codec):
     def scores(
         self, params: Tree, stats: Tree, query: Float[Array, "B K R H"], body: PolarArray, positions: Int[Array, "#B C"], rope: Rope | None
     ) -> Float[Array, "B K R C"]:
-        """One query row looks up its products with the angles; several share keys, whose halves XLA joins slowly (docs/decisions.md)."""
+        """Return q . k for a chunk of the body, fp32.
+
+        A single query row looks up its products with the angles. Several rows share dequantized keys, in two halves, because XLA is slow to
+        join them (docs/decisions.md).
+        """
         step = stats if self.format.grid == "global" else None
         if query.shape[2] == 1:
             return polar_array.row_scores(query, body, step)
@@ -89,10 +97,12 @@ class PolarCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class PolarQuant(Method):
-    """Keys as angle and radius of each RoPE pair; values exact. Wu et al., PolarQuant, section 3."""
+    """Keys as the angle and radius of each RoPE pair; values in full precision. Source: Wu et al., PolarQuant, section 3."""
 
     name: ClassVar[str] = "polarquant"
-    summary: ClassVar[str] = "keys as angle and radius of each RoPE pair; values exact, or another method's (k=polarquant+v=...)"
+    summary: ClassVar[str] = (
+        "keys as angle and radius of each RoPE pair; values in full precision, or another method's (k=polarquant+v=...)"
+    )
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
     has_prompt_statistics: ClassVar[bool] = True
     keys_only: ClassVar[bool] = True
@@ -102,16 +112,16 @@ class PolarQuant(Method):
         "paper-v1": "angle_bits=4,radius_bits=4,grid=global",
     }
 
-    angle_bits: int = option(4, "bits of an angle", choices=BITS)
-    radius_bits: int = option(4, "bits of a radius", choices=BITS)
+    angle_bits: int = option(4, "bits for an angle", choices=BITS)
+    radius_bits: int = option(4, "bits for a radius", choices=BITS)
     group_size: int = option(GROUP, f"tokens that share the steps of a pair's radii and angles (0: {GROUP}, or the largest divisor below)")
     grid: Grid = option(
         "grouped",
-        "global: the full circle, and one step of the radii for a sequence (the paper's first version)",
+        "grouped: ranges by group; global: angles over the full circle, one step of the radii per sequence (the paper's first version)",
         choices=("grouped", "global"),
     )
     cut: Cut = option("gap", "where a group's circle of angles is opened: in its largest gap, or at angle 0", choices=("gap", "fixed"))
-    scale_dtype: str = option("float16", "dtype of steps and least values", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option("float16", "dtype of steps and minima", choices=("float16", "bfloat16", "float32"))
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)

@@ -1,4 +1,4 @@
-"""SQuat's key codec: KIVI's groups, channels quantized block after block, and the rest corrected in between (subspace.py)."""
+"""SQuat's key codec: KIVI's groups, but channels are quantized block after block, and the rest is corrected in between (subspace.py)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvq_jax.methods.squat.subspace import Solver
 
 @dataclasses.dataclass(frozen=True)
 class SquatCodec(GroupedCodec):
-    """Keys per channel over groups of tokens. What is stored and how it is read is KIVI's; the statistics of a row are the matrices with
-    which its keys are quantized, [B, K, H - block, H - last block] fp32, zeros for a row without a prompt.
+    """Keys per channel over groups of tokens, stored and read as KIVI's.
 
-    query_rope: the subspace is that of queries after RoPE. ahead: where not 0, of queries before RoPE turned to each of the `ahead`
-    positions after the prompt. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch take the matrices of the first
-    that has a prompt.
+    The prompt statistics of a batch row are the matrices that correct its keys, [B, K, H - block, H - last block] fp32, zeros for a row
+    without a prompt. query_rope: the subspace is that of queries after RoPE. ahead: if not 0, it is that of queries before RoPE, rotated to
+    each of the `ahead` positions after the prompt. normalize: S^2 is divided by the prompt's length. shared: all rows of a batch take the
+    matrices of the first one that has a prompt.
     """
 
     unprompted: ClassVar[float] = 0.0
@@ -41,7 +41,10 @@ class SquatCodec(GroupedCodec):
     shared: bool = False
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
-        """From the queries of all valid tokens, those of the sink too: it is their keys that stay exact."""
+        """Return the matrices B_t H_t, made from the queries of all valid tokens.
+
+        The sink's queries count too: only its keys stay in full precision.
+        """
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
             option = f"ahead={self.ahead} needs q_pre and the model's rope" if self.ahead else "queries=before_rope needs q_pre"
@@ -55,8 +58,8 @@ class SquatCodec(GroupedCodec):
             matrix = subspace.turned(matrix, length, self.ahead, inputs.rope)
         if self.normalize:
             matrix = matrix / jnp.maximum(length, 1).astype(jnp.float32)[:, None, None, None]
-        found = subspace.corrections(matrix, self.rank, self.solver, self.lam, self.block_channels)
-        return jnp.broadcast_to(found, (inputs.valid.shape[0], *found.shape[1:]))
+        matrices = subspace.corrections(matrix, self.rank, self.solver, self.lam, self.block_channels)
+        return jnp.broadcast_to(matrices, (inputs.valid.shape[0], *matrices.shape[1:]))
 
     def statistics_spec(self, batch: int, heads: int) -> ArraySpec:
         channels, block = self.format.channels, self.block_channels
@@ -65,7 +68,10 @@ class SquatCodec(GroupedCodec):
         return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), *matrix), "float32")
 
     def quantize(self, params: Tree, stats: Array, rows: CachedRows, *, prefill: bool) -> GroupedArray:
-        """Each block's ranges are taken after the corrections of the blocks before it. An entry that is not finite corrects nothing."""
+        """Quantize blocks of channels in turn; the ranges of each are taken after the corrections for the blocks before it.
+
+        An entry that is not finite corrects nothing.
+        """
         format, width = self.format, self.block_channels
         batch, heads, tokens, channels = rows.shape
         grouped = rows.astype(jnp.float32).reshape(batch, heads, -1, format.group_size, channels)
@@ -82,5 +88,5 @@ class SquatCodec(GroupedCodec):
         return GroupedArray(pack(codes.reshape(rows.shape), format.layout), jnp.squeeze(scale, 3), jnp.squeeze(zero, 3), format)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
-        """No kernel corrects keys; reading them needs nothing new."""
+        """Return None: no kernel corrects keys. Those that read KIVI's keys read these too."""
         return None

@@ -15,14 +15,17 @@ from kvq_jax.methods.squat.codec import SquatCodec
 from kvq_jax.methods.squat.subspace import Solver
 
 BITS = (2, 3, 4)
-# Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which one ageing rule calls recent=0, block=32.
+# Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which here are recent=0, block=32.
 WINDOWS = "group_size=32,sink=0,recent=0,block=32"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Squat(Method):
-    """Keys per channel as KIVI's, each block of channels corrected for the errors of those before it so that the whole error is orthogonal
-    to the prompt's queries; values as KIVI's. Wang et al., SQuat, section 3."""
+    """Keys per channel as in KIVI, but each block of channels is corrected for the errors of those before it, so that the whole error is
+    nearly orthogonal to the prompt's queries; values as in KIVI.
+
+    Source: Wang et al., SQuat, section 3.
+    """
 
     source: ClassVar[str] = "SQuat (Wang et al. 2025), arXiv:2503.24358"
     has_prompt_statistics: ClassVar[bool] = True
@@ -34,12 +37,12 @@ class _Squat(Method):
     v_bits: int | PerLayer = option(0, "bits of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
     group_size: int = option(0, "elements that share a scale (0: 32, or the largest divisor below)")
     rank: int = option(5, "dimensions of the query subspace, r")
-    lam: float = option(0.001, "weight of the subspace against fidelity, lambda; 0 is KIVI")
+    lam: float = option(0.001, "lambda, the weight of errors inside the subspace; 0 is KIVI")
     block_channels: int = option(0, "channels that are quantized between two corrections, g (0: half the head dim)")
     normalize: bool = option(False, "divide the squared singular values by the prompt's length, with which they grow")
-    solver: Solver = option("power", "of the subspace: 10 steps of block power iteration, or all eigenvectors", choices=("power", "eigh"))
+    solver: Solver = option("power", "for the subspace: 10 steps of block power iteration, or all eigenvectors", choices=("power", "eigh"))
     shared_subspace: bool = option(False, "the paper's sharing: all sequences of a batch take the subspace of the first (an experiment)")
-    scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
 
     def _kivi(self) -> Kivi:
         return Kivi(self.bits, self.k_bits, self.v_bits, self.group_size, self.pre_rope, self.scale_dtype)
@@ -73,15 +76,15 @@ class _Squat(Method):
 
     @abc.abstractmethod
     def _with_queries(self, codec: SquatCodec) -> SquatCodec:
-        """The codec, told which queries span its subspace."""
+        """Return the codec with the options that choose the queries of its subspace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Squat(_Squat):
-    """SQuat on keys after RoPE, the paper's main method."""
+    """SQuat on keys after RoPE: the paper's main method."""
 
     name: ClassVar[str] = "squat"
-    summary: ClassVar[str] = "KIVI's groups; errors of keys are kept orthogonal to the prompt's queries"
+    summary: ClassVar[str] = "KIVI's groups; key errors are kept orthogonal to the prompt's queries"
     pre_rope: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, str]] = {
         "lm-eval": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
@@ -90,7 +93,7 @@ class Squat(_Squat):
         "mistral-7b-v0.3-longbench": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
     }
 
-    ahead: int = option(0, "positions after the prompt that its queries are turned to before they span the subspace (0: their own)")
+    ahead: int = option(0, "positions after the prompt that its queries are rotated to before they span the subspace (0: not rotated)")
 
     def _with_queries(self, codec: SquatCodec) -> SquatCodec:
         if self.ahead < 0:

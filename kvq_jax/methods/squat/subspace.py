@@ -1,4 +1,4 @@
-"""SQuat's matrices: from a prompt's queries to what corrects the channels that are not quantized yet.
+"""SQuat's matrices, which are made from a prompt's queries and correct the channels that are not quantized yet.
 
 With the queries of one KV head as the rows of Q, its r largest singular values S and right singular vectors V [r, H]:
 
@@ -31,13 +31,13 @@ from kvq_jax.rope import Rope
 Solver = Literal["eigh", "power"]
 
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
-POWER_STEPS = 10  # as many as the public code takes
+POWER_STEPS = 10  # as in the public code
 POWER_SPARE = 4  # columns beyond the rank that the power iteration carries: the last ones converge slowly
 LARGEST_WEIGHT = 1e5  # of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be factored in fp32
 
 
 def gram(queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: int) -> Float[Array, "B K H H"]:
-    """Q^T Q, fp32, of the counted tokens' queries; the N / K query heads of a KV head together. Entries that are not finite count as 0."""
+    """Return Q^T Q, fp32, over the counted tokens and the N / K query heads of a KV head. Entries that are not finite count as 0."""
     batch, all_heads, tokens, head_dim = queries.shape
     rows = queries.reshape(batch, heads, all_heads // heads, tokens, head_dim)
     chunk = min(tokens, QUERY_CHUNK)
@@ -53,7 +53,7 @@ def gram(queries: Float[Array, "B N T H"], counted: Bool[Array, "B T"], heads: i
 
 
 def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: Rope) -> Float[Array, "B K H H"]:
-    """The mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1: Q^T Q of queries before RoPE, asked there.
+    """Return the mean of R(p) Q^T Q R(p)^T over the positions p = first .. first + ahead - 1, where Q holds queries before RoPE.
 
     With z_i = q_i + i q_{i+H/2}, RoPE is z_i e^{i p w_i}. So sum z_i conj(z_j) and sum z_i z_j, which hold the same numbers as Q^T Q, are
     multiplied by the means of e^{i p (w_i - w_j)} and of e^{i p (w_i + w_j)}.
@@ -71,26 +71,28 @@ def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: R
 
 
 def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam: float, block: int) -> Float[Array, "B K later earlier"]:
-    """All matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
+    """Return all matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
 
-    On CPUs they are found for one row and head after the other. JAX 0.10 hands the matrices of a batch to the very threads that wait for
-    them: prefills of several rows and layers never returned (docs/decisions.md).
+    On CPUs they are computed for one batch row and head after the other: JAX 0.10 hands the matrices of a batch to the very threads that
+    wait for them, and prefills of several rows and layers never returned (docs/decisions.md).
     """
 
     def of(matrix: Array) -> Array:
         return updates(*directions(matrix, rank, solver), lam, block)
 
     def one_by_one(matrix: Array) -> Array:
-        found = lax.map(of, matrix.reshape(-1, 1, 1, *matrix.shape[2:]))
-        return found.reshape(*matrix.shape[:2], *found.shape[3:])
+        matrices = lax.map(of, matrix.reshape(-1, 1, 1, *matrix.shape[2:]))
+        return matrices.reshape(*matrix.shape[:2], *matrices.shape[3:])
 
     return lax.platform_dependent(matrix, cpu=one_by_one, default=of)
 
 
 def directions(matrix: Float[Array, "B K H H"], rank: int, solver: Solver) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
-    """(S^2 in falling order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values and right
-    singular vectors. `power` iterates on a block of vectors, from a fixed start, and is approximate; a block of all vectors is left to
-    `eigh`."""
+    """Return (S^2 in descending order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values
+    and right singular vectors.
+
+    `power` iterates on a block of vectors from a fixed start and is approximate; where that block would hold all vectors, `eigh` is used.
+    """
     if solver == "eigh" or rank + POWER_SPARE >= matrix.shape[-1]:
         values, vectors = jnp.linalg.eigh(matrix)
     else:
@@ -108,10 +110,11 @@ def _power_iteration(matrix: Float[Array, "B K H H"], width: int) -> Float[Array
 
 
 def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int) -> Float[Array, "B K later earlier"]:
-    """All B_t H_t in one array, fp32: entry [h - block, c] is what an error of channel c adds to the channel h of a later block; 0 where h
-    is of the same block or an earlier one. Its columns are all blocks but the last.
+    """Return all B_t H_t in one array, fp32.
 
-    Zeros, that is no correction, where the matrices cannot be computed in fp32.
+    Entry [h - block, c] is what an error of channel c adds to channel h of a later block; it is 0 where h is in the same block or an
+    earlier one. The columns are the channels of all blocks but the last. All entries are 0, so nothing is corrected, where the matrices
+    cannot be computed in fp32.
     """
     head_dim = vectors.shape[-2]
     weights = jnp.minimum(lam * values, LARGEST_WEIGHT)
@@ -123,10 +126,10 @@ def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam
         own, later = factor[:, :, start:end, start:end], factor[:, :, end:, start:end]
         moved = lax.linalg.triangular_solve(own, later, left_side=False, lower=True)
         columns.append(jnp.pad(moved, ((0, 0), (0, 0), (start, 0), (0, 0))))
-    found = jnp.concatenate(columns, axis=-1)
-    return jnp.where(jnp.all(jnp.isfinite(found), axis=(-2, -1), keepdims=True), found, 0)
+    matrices = jnp.concatenate(columns, axis=-1)
+    return jnp.where(jnp.all(jnp.isfinite(matrices), axis=(-2, -1), keepdims=True), matrices, 0)
 
 
 def _product(equation: str, *factors: Array) -> Array:
-    """Full fp32: a GPU would otherwise round the factors to 10 bits."""
+    """Return the einsum in full fp32; by default a GPU would round the factors to 10 bits."""
     return jnp.einsum(equation, *factors, precision=lax.Precision.HIGHEST)

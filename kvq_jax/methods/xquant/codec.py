@@ -1,11 +1,11 @@
 """XQuant's codecs: rows are layer inputs or their latents, [B, 1, T, C]; keys and values are rebuilt from them, chunk by chunk.
 
-How rows are stored is another codec's matter (`stored`): uniform groups, or exact rows where the method runs without its quantization.
-Parameters of a layer, by name:
+Another codec, `stored`, stores the rows: in uniform groups, or in full precision where the method runs without its quantization. The
+parameters of a layer, by name:
 
     k, v        `projections.Projection` of each side; `kernel` takes cached rows, [C, K * H]
-    basis       U [D, C] of the latent form
-    input_norm  [D] and input_eps [], for readings that look at the residual stream
+    basis       U [D, C], in the latent form
+    input_norm  [D], and input_eps [], for readings of the residual stream
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 
 @dataclasses.dataclass(frozen=True)
 class OutlierChannel(Codec):
-    """Rows of `coded` whose first channel is kept exact beside the codes, as `dtype`. Source: XQuant, Appendix B."""
+    """The codec `coded`, except that the first channel of each row is kept beside the codes, unquantized, as `dtype`.
+
+    Source: Tomar et al., XQuant, Appendix B.
+    """
 
     coded: Codec
     dtype: str
@@ -53,7 +56,7 @@ class OutlierChannel(Codec):
         return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
 
     def outlier_slots(self, heads: int) -> int:
-        return self.coded.outlier_slots(heads)  # the exact channel lies where no data choose it
+        return self.coded.outlier_slots(heads)  # the first channel is no slot: it does not depend on the data
 
     def outlier_counts(self, body: Tree) -> OutlierCounts:
         return self.coded.outlier_counts(body[0])
@@ -78,7 +81,7 @@ class OutlierChannel(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class _XRows(Codec):
-    """What both methods share: rows x, or x U, of `channels` channels, coded by `stored`; `heads` is K."""
+    """The part that XQuant and XQuant-CL share: rows x or x U, of `channels` channels, which `stored` quantizes. `heads` is K."""
 
     side: Side
     stored: Codec
@@ -126,13 +129,13 @@ class _XRows(Codec):
         return "keys are rebuilt from the layer's input by matrix products, which XLA does"
 
     def rebuilt(self, own: Projection, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-        """Keys after RoPE, or values, fp32."""
+        """Return keys after RoPE, or values, fp32."""
         return rotated_keys(own, rows, self.heads, positions, rope) if self.side == "k" else project(own, rows, self.heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class XCodec(_XRows):
-    """XQuant: the layer's input x (C = D), one body for both sides, or the latents x U_k and x U_v (C = min(D, K H)), a body each."""
+    """XQuant: the layer's input x (C = D), one body for both sides; or the latents x U_k and x U_v (C = min(D, K H)), a body for each."""
 
     @property
     def joint(self) -> bool:
@@ -159,15 +162,15 @@ class XCodec(_XRows):
 
 @dataclasses.dataclass(frozen=True)
 class XCrossLayerCodec(_XRows, CrossLayerCodec):
-    """XQuant-CL from the base layer on. With Q the quantizer and X^ the accumulator, D = `width` channels wide:
+    """XQuant-CL, from the base layer on. With the quantizer Q and the accumulator X^, which has D = `width` channels:
 
         base          X^ = Q(X)
         x form        X^_i = X^_{i-1} + Q(X_i - X^_{i-1})
         latent form   X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U_i) U_i^T,      [W_k | W_v]_i = U_i S_i B_i^T
         keys, values  X^_i W_k,  X^_i W_v
 
-    Cached rows are X or X U (min(D, 2 K H) channels; linear, so (X - X^) U = X U - X^ U needs no exact X). In the latent form
-    `input_kernel` [D, K * H] takes the accumulator. X is, by `reading`:
+    Cached rows are X, or X U of min(D, 2 K H) channels: U is linear, so (X - X^) U = X U - X^ U does not need X itself. In the latent form
+    `input_kernel` [D, K * H] projects the accumulator. `reading` says what X is:
 
         post_norm        the layer's input x = w h / rms(h)
         unit_norm        h / rms(h), before the layer's own gains w; W_k and W_v take w X
@@ -195,15 +198,15 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
 
     def from_weights(self, weights: LayerWeights) -> Tree:
         k, v = projection(weights, "k"), projection(weights, "v")
-        found: dict[str, Tree] = {"k": k, "v": v}
+        parameters: dict[str, Tree] = {"k": k, "v": v}
         if self.latent:
             gains = weights.input_norm if self.reading == "unit_norm" else None
             basis, fused = factored(k["kernel"], v["kernel"], gains=gains)
             k, v = ({**own, "kernel": part, "input_kernel": own["kernel"]} for own, part in zip((k, v), fused, strict=True))
-            found = {"basis": basis, "k": k, "v": v}
+            parameters = {"basis": basis, "k": k, "v": v}
         if self.reading != "post_norm":
-            found |= {"input_norm": weights.input_norm, "input_eps": weights.norm_eps}
-        return found
+            parameters |= {"input_norm": weights.input_norm, "input_eps": weights.norm_eps}
+        return parameters
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         if self.reading != "unit_norm":
@@ -245,13 +248,13 @@ class XCrossLayerCodec(_XRows, CrossLayerCodec):
         return weighted_values(own, weights, rows)
 
     def _from_accumulator(self, params: Tree, accumulator: Float[Array, "B T D"]) -> tuple[Projection, CachedRows]:
-        """This side's projection of the accumulator, and the rows that it takes."""
+        """Return this side's projection of the accumulator, and the rows that it projects."""
         own = own_parameters(params)
         mine = own[self.side]
         return {**mine, "kernel": mine.get("input_kernel", mine["kernel"])}, self._projected(own, accumulator[:, None])
 
     def _projected(self, own: dict[str, Tree], x: CachedRows) -> CachedRows:
-        """What W_k and W_v take of X."""
+        """Return the rows that W_k and W_v are multiplied by, made from X."""
         if self.reading == "residual_stream":
             return normalized(x, own["input_norm"], own["input_eps"])
         return x if self.reading == "post_norm" else x.astype(jnp.float32) * own["input_norm"].astype(jnp.float32)[None, None, None]

@@ -14,8 +14,8 @@ from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.methods.xquant.codec import OutlierChannel, Reading, XCodec, XCrossLayerCodec
 
 BITS = (2, 3, 4, 8, 16)
-EXACT = 16  # bits that stand for rows as they are: the method without its quantization
-GROUP = 128  # of all experiments of the paper
+EXACT = 16  # bits that stand for full precision: the method without its quantization
+GROUP = 128  # as in all experiments of the paper
 
 Latent = Literal["auto", "true", "false"]
 SOURCE = "XQuant (Tomar et al. 2025), arXiv:2508.10395"
@@ -23,7 +23,7 @@ SOURCE = "XQuant (Tomar et al. 2025), arXiv:2508.10395"
 
 @dataclasses.dataclass(frozen=True)
 class _InputCache(Method):
-    """What both methods have in common."""
+    """The options and codecs that XQuant and XQuant-CL have in common."""
 
     source: ClassVar[str] = SOURCE
 
@@ -33,7 +33,7 @@ class _InputCache(Method):
         "cache x U, with U from the SVD of the projections, instead of the layer's input x (auto: where that is narrower)",
         choices=("auto", "true", "false"),
     )
-    scale_dtype: str = option("float16", "dtype of scales and zeros", choices=("float16", "bfloat16", "float32"))
+    scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=self.group_size or GROUP)
@@ -46,7 +46,7 @@ class _InputCache(Method):
     def stored(
         self, bits: int, channels: int, block: int, dtype: str, axis: GroupedAxis = "channels", outlier_channel: bool = False
     ) -> Codec:
-        """How rows of `channels` channels are kept."""
+        """Return the codec that stores rows of `channels` channels."""
         if bits == EXACT:
             return DenseCodec("k", channels, dtype)
         size, what = (channels, "the row") if axis == "channels" else (block, "the block of tokens")
@@ -55,7 +55,7 @@ class _InputCache(Method):
         return OutlierChannel(coded, dtype) if outlier_channel else coded
 
     def plain(self, side: Side, bits: int, dims: ModelDims, block: int, dtype: str, outlier_channel: bool) -> Codec:
-        """XQuant's codec, without a layer below."""
+        """Return XQuant's codec, which does not build on the layer below."""
         heads, wide = dims.num_key_value_heads, dims.hidden_size
         if not self.is_latent(dims):
             return XCodec(side, self.stored(bits, wide, block, dtype), wide, heads, latent=False)
@@ -66,15 +66,15 @@ class _InputCache(Method):
 
 @dataclasses.dataclass(frozen=True)
 class XQuant(_InputCache):
-    """The layer's input is cached, keys and values are rebuilt from it. Tomar et al., XQuant, sections 3.1 and 3.3.1."""
+    """The layer's input is cached, and keys and values are rebuilt from it. Source: Tomar et al., XQuant, sections 3.1 and 3.3.1."""
 
     name: ClassVar[str] = "xquant"
     summary: ClassVar[str] = "the layer's input, or its latents where heads are shared; keys and values are rebuilt from it"
 
-    bits: int | PerLayer = option(4, "bits of the cached rows (16: exact)", choices=BITS, per_layer=True)
+    bits: int | PerLayer = option(4, "bits of the cached rows (16: full precision)", choices=BITS, per_layer=True)
     k_bits: int | PerLayer = option(0, "bits of the latents of keys, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
     v_bits: int | PerLayer = option(0, "bits of the latents of values, where they differ (0: bits)", choices=(0, *BITS), per_layer=True)
-    exact_outlier_channel: bool = option(False, "keep the first latent channel of keys exact (Appendix B)")
+    exact_outlier_channel: bool = option(False, "keep the first latent channel of keys in full precision (Appendix B)")
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         own = at_layer(self.k_bits if side == "k" else self.v_bits, layer)
@@ -88,20 +88,22 @@ class XQuant(_InputCache):
 
 @dataclasses.dataclass(frozen=True)
 class XQuantCL(_InputCache):
-    """From a base layer on, the difference of each layer's input from that of the layer below. Tomar et al., XQuant, sections 3.2, 3.3.2,
-    4.3."""
+    """From a base layer on, each layer caches the difference of its input from that of the layer below.
+
+    Source: Tomar et al., XQuant, sections 3.2, 3.3.2 and 4.3.
+    """
 
     name: ClassVar[str] = "xquant_cl"
     summary: ClassVar[str] = "differences between the inputs of successive layers, from a base layer on; keys and values are rebuilt"
 
-    bits: int | PerLayer = option(2, "bits of the differences (16: exact)", choices=BITS, per_layer=True)
+    bits: int | PerLayer = option(2, "bits of the differences (16: full precision)", choices=BITS, per_layer=True)
     base_layer: int = option(2, "the layer whose input starts the accumulator; earlier ones are plain xquant")
     base_bits: int = option(4, "bits of the base layer's input", choices=BITS)
     early_bits: int | PerLayer = option(4, "bits of the layers before the base", choices=BITS, per_layer=True)
     accumulator_dtype: str = option("float32", "dtype of the accumulator, which is working memory", choices=("float32", "bfloat16"))
     reading: Reading = option(
         "post_norm",
-        "what is accumulated: the normalized input (the paper's text), that before the layer's gains, or the residual stream (its figures)",
+        "what is accumulated: the normalized input (the paper's text), the same without gains, or the residual stream (its figures)",
         choices=("post_norm", "unit_norm", "residual_stream"),
     )
 

@@ -1,10 +1,10 @@
-"""From cached layer inputs to keys and values, and the matrices for it, made once from a layer's weights.
+"""Keys and values rebuilt from cached layer inputs, and the matrices for that, made once from a layer's weights.
 
     x form        K = x W_k + b_k,               V = x W_v + b_v               the model's own matrices
     latent form   K = (x U_k) (S_k B_k^T) + b_k,  W_k = U_k S_k B_k^T (thin SVD), W_v likewise
 
-K is then normalized per head where the model has QK-norm, and rotated. Exact to rounding: U has orthonormal columns that span those of
-W, so U U^T W = W. Source: Tomar et al., XQuant, sections 3.1 and 3.3.
+K is then normalized per head where the model has QK-norm, and rotated. The latent form is exact up to rounding: the orthonormal columns of
+U span those of W, so U U^T W = W. Source: Tomar et al., XQuant, sections 3.1 and 3.3.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ Projection = Mapping[str, Array]
 
 
 def own_parameters(params: Tree) -> dict[str, Tree]:
-    """`params`, or a ValueError that says how to make them."""
+    """Return `params`. Raise a ValueError that says how to make them where there are none."""
     if not params:
         raise ValueError("xquant rebuilds keys and values from the layer's weights: kvq.prepare_layer or kvq_models.prepare attaches them")
     return params
 
 
 def projection(weights: LayerWeights, side: Side) -> dict[str, ArrayOrSpec]:
-    """What makes one side of the layer's input: kernel [D, K * H]; bias [K * H] where there is one; for keys with QK-norm k_norm [H] and
-    norm_eps []. The model's own arrays, or their descriptions."""
+    """Return the arrays that turn the layer's input into one side, by name: the model's own, or their descriptions.
+
+    kernel [D, K * H]; bias [K * H], if the model has one; k_norm [H] and norm_eps [], for keys with QK-norm.
+    """
     kernel, bias = (weights.k_kernel, weights.k_bias) if side == "k" else (weights.v_kernel, weights.v_bias)
-    found = {"kernel": kernel}
+    arrays = {"kernel": kernel}
     if bias is not None:
-        found["bias"] = bias
+        arrays["bias"] = bias
     if side == "k" and weights.k_norm is not None:
-        found |= {"k_norm": weights.k_norm, "norm_eps": weights.norm_eps}
-    return found
+        arrays |= {"k_norm": weights.k_norm, "norm_eps": weights.norm_eps}
+    return arrays
 
 
 def factored(
     *kernels: Float[ArrayOrSpec, "D _"], gains: Float[ArrayOrSpec, " D"] | None = None
 ) -> tuple[ArrayOrSpec, tuple[ArrayOrSpec, ...]]:
-    """(U, parts of S B^T) of the thin SVD of projections side by side, [W_1 | W_2 | ...] = U S B^T, computed in fp32; of diag(gains) W
-    where there are gains.
+    """Return (U, parts of S B^T), from the thin SVD of projections side by side: [W_1 | W_2 | ...] = U S B^T.
 
-    U [D, R] with R = min(D, sum of widths), a part [R, E] for each kernel, in the kernels' dtype. A column of U has its sign chosen so
-    that its largest entry is positive: the same weights give the same factors. Of structs and of descriptions, the factors are too.
+    With gains, diag(gains) W is factored. U is [D, R], R = min(D, sum of widths), and each kernel has a part [R, E]; both have the kernels'
+    dtype and are computed in fp32. The sign of a column of U is such that its largest entry is positive, so the same weights give the same
+    factors. Structs and descriptions of kernels give structs and descriptions of factors.
     """
     dtype, widths = kernels[0].dtype, [kernel.shape[1] for kernel in kernels]
     if isinstance(kernels[0], ArraySpec):
@@ -67,21 +69,21 @@ def factored(
 
 
 def _factor_specs(*kernels: ArraySpec) -> tuple[ArraySpec, tuple[ArraySpec, ...]]:
-    """The factors of projections that are only described."""
+    """Describe the factors of projections that are themselves only described."""
     depth, dtype = kernels[0].axes[0], kernels[0].dtype
     rank = Axis("none", min(depth.size, sum(kernel.axes[1].size for kernel in kernels)))
     return ArraySpec((depth, rank), dtype), tuple(ArraySpec((rank, kernel.axes[1]), dtype) for kernel in kernels)
 
 
 def normalized(x: Float[Array, "... C"], scale: Float[Array, " C"] | None, eps: Float[Array, ""]) -> Float[Array, "... C"]:
-    """RMSNorm in fp32: x / sqrt(mean(x^2) + eps) * scale, or without a scale."""
+    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * scale, fp32; without the last factor where scale is None."""
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return unit if scale is None else unit * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
 
 
 def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float[Array, "B K T H"]:
-    """Keys before RoPE, or values: products in the kernel's dtype, the rest fp32."""
+    """Return keys before RoPE, or values, fp32: rows W + b, then QK-norm where there is one. Operands of the product have W's dtype."""
     kernel = own["kernel"]
     flat = jnp.einsum("btc,ce->bte", rows[:, 0].astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
     if "bias" in own:
@@ -92,18 +94,18 @@ def project(own: Projection, rows: Float[Array, "B 1 T C"], heads: int) -> Float
 
 
 def rotated_keys(own: Projection, rows: Float[Array, "B 1 T C"], heads: int, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-    """Keys after RoPE, fp32."""
+    """Return keys after RoPE, fp32. Raises ValueError without `rope`."""
     if rope is None:
         raise ValueError("keys rebuilt from the layer's input need the model's rope to be rotated: it is None")
     return rotate(project(own, rows, heads), positions, rope)
 
 
 def weighted_values(own: Projection, weights: Float[Array, "B K R T"], rows: Float[Array, "B 1 T C"]) -> Float[Array, "B K R H"]:
-    """weights . v, fp32. Values are linear in the rows, so for few query rows the weighted sum is taken among the rows, then projected:
+    """Return weights . v, fp32. Values are linear in the rows, so for few query rows the weighted sum is taken first, then projected:
 
         sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + (sum_t p_t) b_v
 
-    K R C multiplications for each token in place of the C K H that rebuild v. (The paper rebuilds V.)
+    That takes K R C multiplications for each token in place of the C K H that rebuild v. (The paper rebuilds V.)
     """
     batch, heads, queries, tokens = weights.shape
     kernel = own["kernel"]

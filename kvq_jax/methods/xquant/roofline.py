@@ -1,26 +1,25 @@
-"""Up to which length rebuilding keys and values hides behind memory traffic (XQuant, section 3.4).
+"""The longest context at which rebuilding keys and values still hides behind memory traffic (XQuant, section 3.4).
 
 A cache that keeps less than keys and values computes them again in every decode step. With l cached tokens, one layer of it
 
-    computes   f l           FLOPs       f: to rebuild what attention reads, for each token; a multiply-add counts as two
-    reads      c l + w       bytes       c: of the cache for each token, w: weights, which are read once for all sequences of a batch
+    computes   f l           FLOPs       f: FLOPs per token to rebuild what attention reads; a multiply-add counts as two
+    reads      c l + w       bytes       c: bytes of the cache per token, w: bytes of weights, read once for all sequences of a batch
 
-and both overlap at best. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes no longer than reading up to
+and at best the two overlap. With P = peak FLOP/s / peak bandwidth, the ridge point, computing takes no longer than reading up to
 
     f l = P (c l + w)        l = P w / (f - P c),  and any length where f <= P c
 
-The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`). For the rest of a step, the projections of the one new
-token and attention itself, it counts nothing, and neither do we. l counts the tokens of all sequences together: of B equally long ones,
-each has l / B.
+The paper's equations (3) and (4) are this with its own f, c and w (`paper_cost`). It leaves out the rest of a step, the projections of the
+one new token and attention itself, and so do we. l counts the tokens of all sequences together: each of B equally long ones has l / B.
 
 What differs here: values are never rebuilt. sum_t p_t (x_t W_v) = (sum_t p_t x_t) W_v, so the N query heads weigh cached rows, and only
 their sums are projected:
 
     f = 2 C_k K H + 2 N C_v                  C_k, C_v: widths of the cached rows that keys and values come from
 
-in place of the paper's 2 (C_k + C_v) K H. That is less wherever N < K H: in any model whose heads are wider than their groups.
+in place of the paper's 2 (C_k + C_v) K H. That is less wherever N < K H: in any model whose head dim exceeds its query heads per KV head.
 
-These are limits from data sheets, not times. Source: Tomar et al., XQuant, section 3.4; Williams et al., Roofline.
+These are limits from data sheets, not measured times. Source: Tomar et al., XQuant, section 3.4; Williams et al., Roofline.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.methods.xquant.codec import XCodec, XCrossLayerCodec
 
-EXACT_BITS = 16  # of a row that is kept as it is
+EXACT_BITS = 16  # of an element in full precision
 Number: TypeAlias = int | float  # counts are whole, what follows from rates and averages is not
 
 
 @runtime_checkable
 class LayerDims(ModelDims, Protocol):
-    """What the weights of a layer are counted from."""
+    """The dimensions that determine the size of a layer's weights."""
 
     @property
     def intermediate_size(self) -> int: ...
@@ -56,7 +55,7 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """P, in FLOPs for each byte."""
+        """The ridge point P, in FLOPs per byte."""
         return self.flops / self.bandwidth
 
 
@@ -74,25 +73,28 @@ PAPER_DEVICE = "h100-pcie"
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """One layer in one decode step: f, c and w of the module's docstring. Zero FLOPs: nothing is rebuilt."""
+    """The cost of one layer in one decode step: f, c and w of the module's docstring. Zero FLOPs mean that nothing is rebuilt."""
 
     flops_per_token: Number
     cache_bytes_per_token: Number
     weight_bytes: Number
 
     def longest_hidden(self, ridge: Number) -> float:
-        """l, the exact solution in tokens of all sequences together; infinite where reading always takes longer."""
+        """Return l, the exact solution, in tokens of all sequences together; infinite where reading always takes longer."""
         surplus = self.flops_per_token - ridge * self.cache_bytes_per_token
         return ridge * self.weight_bytes / surplus if surplus > 0 else math.inf
 
 
 def longest_hidden(layers: Iterable[LayerCost], ridge: Number) -> float:
-    """l of the first layer in which rebuilding shows: the smallest. Infinite where no layer rebuilds anything."""
+    """Return the smallest l of any layer: beyond it rebuilding costs time. Infinite where no layer rebuilds anything."""
     return min((layer.longest_hidden(ridge) for layer in layers), default=math.inf)
 
 
 def device(text: str) -> Device:
-    """A device by its name in `DEVICES`, or FLOPS:BYTES, its peaks in one second, such as 756e12:2e12. ValueError names what there is."""
+    """Return a device by its name in `DEVICES`, or from FLOPS:BYTES, its peak rates per second, such as 756e12:2e12.
+
+    Raises ValueError, which lists the names, for any other text.
+    """
     if text.lower() in DEVICES:
         return DEVICES[text.lower()]
     flops, separator, bandwidth = text.partition(":")
@@ -109,7 +111,10 @@ def device(text: str) -> Device:
 
 
 def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: int) -> int:
-    """2 C_k K H + 2 N C_v: keys are rebuilt, and cached rows are weighed for the values of one query token. kv_width = K H."""
+    """Return 2 C_k K H + 2 N C_v, the FLOPs per cached token of rebuilding keys and weighing cached rows for the values of one query token.
+
+    kv_width = K H.
+    """
     return 2 * key_width * kv_width + 2 * query_heads * value_width
 
 
@@ -117,7 +122,7 @@ def flops_of_keys(key_width: int, value_width: int, kv_width: int, query_heads: 
 
 
 def weight_bytes(config: LayerDims, bytes_per_weight: Number = 2) -> Number:
-    """Of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases are left out, below a thousandth."""
+    """Return the bytes of a layer's seven matrices: q, k, v, o, gate, up, down. Norms and biases, less than a thousandth, are left out."""
     d, h = config.hidden_size, config.head_dim
     attention = 2 * d * h * (config.num_attention_heads + config.num_key_value_heads)
     return bytes_per_weight * (attention + 3 * d * config.intermediate_size)
@@ -133,16 +138,17 @@ def paper_cost(
     cross_layer: bool = False,
     base_bits: Number = 4,
 ) -> LayerCost:
-    """The paper's own numbers of a layer of width d = `width` with d/g = `kv_width` channels of keys, at e bits without scales.
+    """Return a layer's cost as the paper counts it, at width d = `width`, with d/g = `kv_width` key channels and e bits without scales.
 
         x form      f = 4 d (d/g)      c = e/8 d        w = weights                    equation (3), where g = 1
         latents     f = 4 (d/g)^2      c = e/8 d/g      w = weights + 4 (d/g)^2        equation (4)
 
-    weights: bytes of a layer's matrices; without, the paper's 2 * 12 d^2 (Llama-2-7B) and 2 * 13 d^2 (Llama-3.1-8B). Equation (4) reads
-    e/8 d/g for each token, and 40.6K tokens follow from that; the text above it counts both latents, 2 e/8 d/g, which gives 41.6K.
+    weights: bytes of a layer's matrices; the default is the paper's 2 * 12 d^2 (Llama-2-7B) or 2 * 13 d^2 (Llama-3.1-8B). Equation (4)
+    reads e/8 d/g for each token, and 40.6K tokens follow from that; the text above it counts both latents, 2 e/8 d/g, which gives 41.6K.
 
-    cross_layer, XQuant-CL, of which the paper has the terms but no equation: to c, e_b/8 d bytes of the accumulator; to f, 2 d to add to
-    it; with latents f = 8 d d/g (out of the accumulator for both sides, and into it), c has both latents, and w has U_kv, 4 d d/g bytes.
+    cross_layer: XQuant-CL, for which the paper has the terms but no equation. c grows by e_b/8 d bytes of the accumulator, and f by 2 d to
+    add to it. With latents, f = 8 d d/g (out of the accumulator for both sides, and into it), c counts both latents, and w counts U_kv,
+    4 d d/g bytes.
     """
     if weights is None:
         weights = 2 * (13 if latent else 12) * width**2
@@ -158,7 +164,7 @@ def paper_cost(
 
 
 def paper_cost_of(codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, config: ModelDims, weights: Number) -> LayerCost | None:
-    """Return `paper_cost` of a layer with these codecs of keys and values; None for those of which the paper does not speak.
+    """Return `paper_cost` of a layer with these codecs of keys and values; None for codecs that the paper does not cover.
 
     base: the codec of the layer that starts the accumulator. weights: bytes of a layer's matrices.
     """
@@ -171,5 +177,5 @@ def paper_cost_of(codecs: tuple[Codec, Codec], base: CrossLayerCodec | None, con
 
 
 def _bits(codec: Codec) -> int:
-    """Return the bits of a code, as the paper counts them."""
+    """Return the bits of an element, as the paper counts them."""
     return EXACT_BITS if codec.code_layout is None else codec.code_layout.bits

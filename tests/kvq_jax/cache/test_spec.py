@@ -205,9 +205,9 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
         ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
         ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
         ("k=dense+v=innerq:v_bits=3@0/3@2-4/2", ("innerq:v_bits", "layer 4", "0 to 3")),
-        ("dense:subtract_bias=true", ("subtract_bias=true", "dense", "keeps keys exact")),
+        ("dense:subtract_bias=true", ("subtract_bias=true", "dense", "keeps keys in full precision")),
         ("xquant:subtract_bias=true", ("subtract_bias=true", "xquant", "caches no keys")),
-        ("k=dense+v=kivi+cache:subtract_bias=true", ("subtract_bias=true", "keeps keys exact")),
+        ("k=dense+v=kivi+cache:subtract_bias=true", ("subtract_bias=true", "keeps keys in full precision")),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(spec: str, parts: tuple[str, ...]):

@@ -121,7 +121,7 @@ def test_the_accumulator_is_the_only_memory_that_grows(layer: int):
     [
         ("k=xquant+v=kivi", LLAMA_2_7B, "keeps one body for keys and values"),
         ("k=dense+v=xquant_cl:base_layer=0", LLAMA_3_8B, "keeps one body for keys and values"),
-        ("xquant_cl:skip_layers=5", LLAMA_3_8B, "skip_layers names layer 5: layers kept exact must lie before layer 2"),
+        ("xquant_cl:skip_layers=5", LLAMA_3_8B, "skip_layers names layer 5: layers in full precision must lie before layer 2"),
         ("xquant_cl:base_layer=40", LLAMA_3_8B, "starts at layer 40, but the model has layers 0 to 31"),
         ("xquant:k_bits=4", LLAMA_2_7B, "k_bits has no meaning here"),
         ("xquant:exact_outlier_channel=true", LLAMA_2_7B, "about latents of keys"),

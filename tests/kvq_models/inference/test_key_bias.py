@@ -93,7 +93,7 @@ def test_calibration_sees_keys_without_their_bias(tmp_path):
 REFUSED = {
     "no bias": (tiny_config(), "int4:subtract_bias=true", "no bias; leave the option out"),
     "QK-norm": (tiny_config("qwen3", attention_bias=True), "int4:subtract_bias=true", "QK-norm"),
-    "exact keys": (tiny_config("qwen2"), "dense:subtract_bias=true", "keeps keys exact"),
+    "exact keys": (tiny_config("qwen2"), "dense:subtract_bias=true", "keeps keys in full precision"),
     "rebuilt keys": (tiny_config("qwen2"), "xquant:subtract_bias=true", "caches no keys"),
 }
 
