@@ -111,8 +111,8 @@ def append_and_attend(
     the recent window and the other tokens of a prompt; over the body it is that of the dequantized keys and values.
 
     Some methods read more: q_pre and k_pre, before RoPE (keys cached before RoPE; some forms of SQuat); the model's `rope` (the same,
-    XQuant and subtract_bias); x [B, T, D], the input of the projections, after the norm (XQuant); residual [B, T, D], which x was normalized
-    from (some forms of XQuant-CL).
+    XQuant and subtract_bias); x [B, T, D], the input of the projections, after the norm (XQuant); residual [B, T, D], from which x was
+    normalized (some forms of XQuant-CL).
 
     Raises ValueError, in one line, for shapes that do not fit the cache, where the method needs an array that is not given (it is named),
     after the last layer, and where a named implementation cannot run.

@@ -93,7 +93,7 @@ class Squat(_Squat):
         "mistral-7b-v0.3-longbench": f"rank=5,lam=0.001,block_channels=64,{WINDOWS}",
     }
 
-    ahead: int = option(0, "positions after the prompt that its queries are rotated to before they span the subspace (0: not rotated)")
+    ahead: int = option(0, "positions after the prompt to which its queries are rotated before they span the subspace (0: their own)")
 
     def _with_queries(self, codec: SquatCodec) -> SquatCodec:
         if self.ahead < 0:
