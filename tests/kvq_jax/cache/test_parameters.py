@@ -81,5 +81,5 @@ def test_what_is_missing_or_of_another_model_is_named():
     refused(r"v_kernel must be \[D, K \* H\] = \[128, 64\], got \[128, 32\]", kvq.prepare_layer, "xquant", DIMS, 0, weights=narrow)
     refused(r"give rows\['v'\] and gradients\['v'\]", kvq.calibrate_layer, SPEC, DIMS, 0, {"k": rows()["k"]}, ones(rows()))
     refused(r"rows\['k'\] must be \[B, 2, T, 32\]", kvq.calibrate_layer, SPEC, DIMS, 0, {**rows(), "k": rows()["k"][0]}, ones(rows()))
-    refused("are of 180 and 160 tokens", kvq.calibrate_layer, SPEC, DIMS, 0, rows(), ones(rows(80)))
+    refused("have 180 and 160 tokens", kvq.calibrate_layer, SPEC, DIMS, 0, rows(), ones(rows(80)))
     refused("has no bias", kvq.prepare_layer, "int8:subtract_bias=true", DIMS, 0, weights=WEIGHTS)

@@ -114,7 +114,7 @@ def test_caches_that_differ_are_not_merged(field: str, other: dict):
     cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
     dims = dataclasses.replace(cache.dims, num_hidden_layers=other.get("num_hidden_layers", cache.dims.num_hidden_layers))
     changed = kvq.init_cache(other.get("spec", cache.spec), dims, 1, other.get("capacity", cache.capacity), other.get("dtype", cache.dtype))
-    with pytest.raises(ValueError, match=rf"\Acaches of different {field} [^\n]+\Z"):
+    with pytest.raises(ValueError, match=rf"\Acaches with different {field} [^\n]+\Z"):
         kvq.merge_rows(cache, changed)
 
 
