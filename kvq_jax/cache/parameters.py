@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from kvq_jax.array_types import LayerWeights, ModelDims, RowsBKTH, Tree
+from kvq_jax.array_types import LayerWeights, ModelDims, Tree
 from kvq_jax.cache.cache import CacheDims, dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec, Side
@@ -54,7 +54,7 @@ def prepare_layer(
 
 
 def calibrate_layer(
-    spec: CacheSpec | str, dims: ModelDims, layer: int, rows: Mapping[Side, RowsBKTH], gradients: Mapping[Side, RowsBKTH]
+    spec: CacheSpec | str, dims: ModelDims, layer: int, rows: Mapping[Side, ArrayLike], gradients: Mapping[Side, ArrayLike]
 ) -> dict[Side, dict[str, np.ndarray]]:
     """Return the calibrated parameters of one layer, {"k": {name: array}, "v": {...}}; sides that need none are left out.
 
@@ -121,7 +121,7 @@ def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:
             raise ValueError(f"{name} must be [D, K * H] = {list(shape)}, got {list(getattr(weights, name).shape)}")
 
 
-def _token_rows(rows: RowsBKTH, dims: CacheDims, name: str) -> Float[np.ndarray, "tokens K H"]:
+def _token_rows(rows: ArrayLike, dims: CacheDims, name: str) -> Float[np.ndarray, "tokens K H"]:
     """Return the rows of all tokens of all sequences, in order, fp32."""
     shape = np.shape(rows)
     if len(shape) != 4 or (shape[1], shape[3]) != (dims.num_key_value_heads, dims.head_dim):

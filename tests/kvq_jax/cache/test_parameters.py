@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -77,8 +74,8 @@ def test_what_is_missing_or_of_another_model_is_named():
     refused(r"k of layer 0 needs levels, .*: give prepare_layer calibrated=", kvq.prepare_layer, SPEC, DIMS, 0)
     calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
     refused("needs calibrated arrays of shapes", kvq.prepare_layer, "kvquant:bits=2,outliers=0.05", DIMS, 0, calibrated=calibrated)
-    narrow = dataclasses.replace(WEIGHTS, v_kernel=jnp.ones((128, 32)))
-    refused(r"v_kernel must be \[D, K \* H\] = \[128, 64\], got \[128, 32\]", kvq.prepare_layer, "xquant", DIMS, 0, weights=narrow)
+    narrow = layer_weights(1, 32)
+    refused(r"k_kernel must be \[D, K \* H\] = \[128, 64\], got \[64, 32\]", kvq.prepare_layer, "xquant", DIMS, 0, weights=narrow)
     refused(r"give rows\['v'\] and gradients\['v'\]", kvq.calibrate_layer, SPEC, DIMS, 0, {"k": rows()["k"]}, ones(rows()))
     refused(r"rows\['k'\] must be \[B, 2, T, 32\]", kvq.calibrate_layer, SPEC, DIMS, 0, {**rows(), "k": rows()["k"][0]}, ones(rows()))
     refused("have 180 and 160 tokens", kvq.calibrate_layer, SPEC, DIMS, 0, rows(), ones(rows(80)))

@@ -174,17 +174,19 @@ def test_what_a_method_reads_beside_queries_keys_and_values_is_named(spec: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "message"),
+    ("shapes", "message"),
     [
-        ("v", (2, 2, 7, 32), r"v must have shape \[2, 2, 8, 32\] in this step of this cache, got \[2, 2, 7, 32\]"),
-        ("q", (2, 2, 8, 32), r"q must have shape \[2, 4, 8, 32\]"),
-        ("x", (2, 7, 128), r"x must have shape \[2, 8, 128\]"),
+        (dict(q=(2, 4, 7, 32), k=(2, 2, 7, 32), v=(2, 2, 7, 32)), r"q must have shape \[2, 4, 8, 32\] in this step of this cache"),
+        (dict(q=(2, 2, 8, 32)), r"q must have shape \[2, 4, 8, 32\]"),
+        (dict(k=(2, 1, 8, 32), v=(2, 1, 8, 32)), r"k must have shape \[2, 2, 8, 32\]"),
+        (dict(x=(2, 8, 64)), r"x must have shape \[2, 8, 128\]"),
     ],
 )
-def test_arrays_of_other_shapes_are_refused_by_name(name: str, shape: tuple[int, ...], message: str):
-    rows, rest = given([0, 0], 8)
+def test_arrays_of_other_shapes_are_refused_by_name(shapes: dict[str, tuple[int, ...]], message: str):
+    """Arrays that agree with each other, but not with the step; others are refused by the annotations, where these are checked."""
+    rows, _ = given([0, 0], 8)
     step = kvq.begin(new(), 8, prefill=True)
-    refused(message, kvq.append_and_attend, step, **(rows | rest | {name: jnp.zeros(shape)}))
+    refused(message, kvq.append_and_attend, step, **(rows | {name: jnp.zeros(shape) for name, shape in shapes.items()}))
 
 
 def test_steps_that_do_not_fit_the_cache_are_refused():
