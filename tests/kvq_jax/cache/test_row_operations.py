@@ -118,6 +118,7 @@ def test_caches_that_differ_are_not_merged(field: str, other: dict):
         kvq.merge_rows(cache, changed)
 
 
+@pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
