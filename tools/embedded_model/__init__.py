@@ -1,1 +1,1 @@
-"""How the embedded model was made: tokenizer, corpus, training loop, export with evaluation."""
+"""The making of the embedded model: tokenizer, corpus, training loop, and export with evaluation."""

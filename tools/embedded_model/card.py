@@ -78,7 +78,7 @@ made around the training text by `tools/embedded_model/synthetic.py`.
 
 
 def model_card(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """README.md of the shipped directory."""
+    """Return the text of the README.md of the shipped directory."""
     training = results["training"]
     return _CARD.substitute(
         config,
@@ -121,7 +121,7 @@ def _segment_table(segments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _commands(segments: Sequence[Mapping[str, Any]], steps: int) -> str:
-    """The command of each segment; the last one runs to its end."""
+    """Return the command of each segment; the last one runs to its end."""
     ends = [segment["from_step"] for segment in segments[1:]] + [steps]
     return "\n".join(
         f"    python -m tools.embedded_model.train --corpus CORPUS --out RUN --curriculum {segment['curriculum']}"

@@ -42,7 +42,7 @@ class Batch:
 
 
 def parse_curriculum(text: str) -> tuple[Phase, ...]:
-    """'256:800,1024:400' is 800 steps on rows of 256 tokens, then 400 on rows of 1024. Lengths must divide WINDOW."""
+    """Parse a curriculum: '256:800,1024:400' is 800 steps on rows of 256 tokens, then 400 on rows of 1024. Lengths must divide WINDOW."""
     phases = []
     for item in text.split(","):
         length, separator, steps = item.partition(":")
@@ -55,7 +55,7 @@ def parse_curriculum(text: str) -> tuple[Phase, ...]:
 
 
 def read_documents(directory: Path) -> list[str]:
-    """All documents of the *.txt files of a directory; a line END_OF_TEXT ends a document."""
+    """Return all documents in the *.txt files of a directory; a line END_OF_TEXT ends a document."""
     files = sorted(directory.glob("*.txt"))
     if not files:
         raise ValueError(f"corpus {str(directory)!r} has no .txt files")
@@ -65,14 +65,14 @@ def read_documents(directory: Path) -> list[str]:
 
 
 def split_documents(documents: Sequence[str], one_in: int = HELD_OUT_ONE_IN) -> tuple[list[str], list[str]]:
-    """(train, held out): a document is held out when a checksum of its text says so, whatever its place in the list."""
+    """Return (train, held out): a checksum of its text, not its place in the list, decides whether a document is held out."""
     held_out = [zlib.crc32(document.encode()) % one_in == 0 for document in documents]
     train = [document for document, out in zip(documents, held_out, strict=True) if not out]
     return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> TokenArray:
-    """One stream [tokens] uint16: every document followed by END_OF_TEXT."""
+    """Return one stream [tokens] uint16: every document followed by END_OF_TEXT."""
     end = np.array([END_ID], np.uint16)
     parts: list[np.ndarray] = []
     for start in range(0, len(documents), 64):
@@ -92,7 +92,7 @@ class RowSource:
     seed: int
 
     def phase_at(self, step: int) -> tuple[Phase, int, int]:
-        """(phase, step within the phase, real tokens consumed before the phase) of a global step."""
+        """Return (phase, step within the phase, real tokens consumed before the phase) for a global step."""
         consumed = 0
         for phase in self.curriculum:
             if step < phase.steps:
@@ -124,17 +124,17 @@ class RowSource:
 
 
 def _real_rows(rows: int) -> int:
-    """How many of the first `rows` rows of a phase are real text."""
+    """Count the rows of real text among the first `rows` rows of a phase."""
     return rows - rows // SYNTHETIC_ONE_IN
 
 
 def opened(tokens: TokenArray) -> TokenArray:
-    """The tokens after the END_OF_TEXT that opens every row."""
+    """Return the tokens with END_OF_TEXT before them, as it opens every row."""
     return np.concatenate([np.array([END_ID], tokens.dtype), tokens])
 
 
 def evaluation_rows(stream: TokenArray, length: int, limit: int | None = None) -> np.ndarray:
-    """[rows, length + 1] int32: consecutive windows of the stream, each opened by END_OF_TEXT; a shorter tail is dropped."""
+    """Return [rows, length + 1] int32: consecutive windows of the stream, each opened by END_OF_TEXT; a shorter tail is dropped."""
     count = len(stream) // length if limit is None else min(limit, len(stream) // length)
     if count == 0:
         raise ValueError(f"{len(stream)=} tokens are fewer than one row of {length=}")

@@ -1,4 +1,4 @@
-"""What the model card says about a trained Llama: perplexity, bits per byte, pass-key recall and greedy text, exact and without a cache.
+"""The evaluation on the model card: perplexity, bits per byte, pass-key recall and greedy text, in full precision and without a cache.
 
 perplexity = exp(nll / tokens),   bits per byte = nll / (ln 2 * UTF-8 bytes of those tokens)
 """
@@ -34,7 +34,7 @@ class TextScore:
 
 
 def score_text(llama: Llama, tokenizer: Tokenizer, text: str, window: int = 1024) -> TextScore:
-    """Scores consecutive windows of `window` tokens, each after END_OF_TEXT and without earlier context; a shorter tail is dropped."""
+    """Score consecutive windows of `window` tokens, each after END_OF_TEXT and without earlier context; a shorter tail is dropped."""
     stream = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint16)
     rows = evaluation_rows(stream, window)
     row_losses = jax.jit(lambda model, row: token_losses(model, row).sum())
@@ -55,7 +55,7 @@ def score_text(llama: Llama, tokenizer: Tokenizer, text: str, window: int = 1024
 def passkey_recall(
     llama: Llama, tokenizer: Tokenizer, filler: str, distances: Sequence[int], trials: int, seed: int = 0
 ) -> dict[int, dict[str, float]]:
-    """For each distance: the share of pass keys repeated exactly, and the share of their digits, by greedy decoding.
+    """Return, for each distance, the share of pass keys repeated exactly and the share of their digits, by greedy decoding.
 
     The prompt is END_OF_TEXT, a fact, `distance` tokens of `filler` (held-out text) and the question. One forward pass over prompt and
     answer decides a trial: greedy decoding gives the whole key exactly when every digit is ranked first after the right ones before it.
@@ -76,7 +76,7 @@ def passkey_recall(
 
 
 def greedy_text(llama: Llama, tokenizer: Tokenizer, prompt: str, new_tokens: int) -> str:
-    """The prompt and its greedy continuation."""
+    """Return the prompt and its greedy continuation."""
     tokens = tokenizer.encode(prompt).ids
     length = len(tokens) + new_tokens
     next_token = jax.jit(lambda model, row, last: jnp.argmax(training_logits(model, row)[0, last]))

@@ -1,7 +1,7 @@
-"""Ships a training run: `python -m tools.embedded_model.export --run DIR --out DIR --text NAME=FILE ...`.
+"""Ship a training run: `python -m tools.embedded_model.export --run DIR --out DIR --text NAME=FILE ...`.
 
-Writes the Hugging Face directory (bf16 weights, tokenizer), evaluation.json and the model card README.md. What is evaluated is what is
-shipped: the weights are read back from the written checkpoint.
+The command writes the Hugging Face directory (bf16 weights, tokenizer), evaluation.json and the model card README.md. The evaluation is
+of the shipped weights: they are read back from the written checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLE_PROMPTS = (
     "Abstract\n========\n\nThis PEP proposes",
     "The pass key is 48213. Remember it. 48213 is the pass key.\nThe sky is blue.\nWhat is the pass key? The pass key is ",
 )
-HISTORY_ENTRIES = 500  # of the shipped curve, about; every held-out loss is kept
+HISTORY_ENTRIES = 500  # about as many entries are shipped; every held-out loss is kept
 RECALL_DISTANCES = (32, 64, 128, 256, 512, 900, 1500, 1900)
 
 
@@ -55,7 +55,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def ship(run: Path, out: Path) -> None:
-    """The final weights of the run in bf16, the tokenizer and the loss curve."""
+    """Write the final weights of the run in bf16, the tokenizer and the loss curve."""
     config = LlamaConfig.from_hf(json.loads((run / "config.json").read_text()))
     weights = load_file(run / "checkpoint.safetensors")
     parameters = {
@@ -71,7 +71,7 @@ def ship(run: Path, out: Path) -> None:
 
 
 def evaluate(out: Path, texts: dict[str, str], window: int, trials: int) -> dict[str, Any]:
-    """Everything the card says about quality, from the shipped weights in fp32 arithmetic."""
+    """Measure everything the card says about quality, from the shipped weights in fp32 arithmetic."""
     llama, _ = load_llama(out, dtype="float32")
     tokenizer = load_tokenizer(out)
     filler = next(iter(texts.values()))
@@ -86,7 +86,7 @@ def evaluate(out: Path, texts: dict[str, str], window: int, trials: int) -> dict
 
 
 def training_facts(run: Path) -> dict[str, Any]:
-    """What the run did, from its history and the header of its checkpoint."""
+    """Return the facts of the run, from its history and the header of its checkpoint."""
     history = read_history(run)
     step, notes = state.checkpoint_notes(run / "checkpoint.safetensors")
     return {

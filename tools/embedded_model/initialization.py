@@ -29,12 +29,12 @@ MATCH_GAIN = 2.0
 COPY_GAIN = 0.15
 LOGIT_SCALE = 1.2
 UNIGRAM_SPREAD = 0.03  # how much of the constant channel tells frequent tokens from rare ones
-FINAL_CONSTANT = 8.0  # the constant channel after the last RMSNorm, about
+FINAL_CONSTANT = 8.0  # approximate value of the constant channel after the last RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Which residual channels hold what at the start; a quarter each for the two earlier tokens."""
+    """The use of the residual channels at the start; each of the two earlier tokens has a quarter of them."""
 
     width: int
 
@@ -56,9 +56,9 @@ class Channels:
 
 
 def wire_induction(llama: Llama, token_counts: np.ndarray, seed: int) -> Llama:
-    """The model with an induction circuit in its first two layers, which otherwise predicts every token by its share in `token_counts` [V].
+    """Wire an induction circuit into the first two layers; otherwise the model predicts every token by its share in `token_counts` [V].
 
-    Needs width = 4 * head_dim, 2 KV heads of 2 query heads and a tied head, else ValueError.
+    Raise ValueError unless width = 4 * head_dim, with 2 KV heads of 2 query heads each and a tied head.
     """
     config = llama.config
     wanted = dict(hidden_size=4 * config.head_dim, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
@@ -93,7 +93,7 @@ def _wire_previous_tokens(
     fast = np.arange(half) < half // 4
     embedding = weights["embed/value"]
     constant = CONSTANT / np.sqrt(np.mean(embedding**2))  # the channel after RMSNorm
-    nearest = float(np.sum(1 - np.cos(frequencies[fast])))  # what one step beside the peak costs
+    nearest = float(np.sum(1 - np.cos(frequencies[fast])))  # the drop one step beside the peak, before scaling
     amplitude = np.sqrt(POSITION_LOGIT * np.sqrt(head_dim) / nearest) / constant
     query, key, value, output = (weights[f"layers/0/{name}_proj/kernel/value"] for name in "qkvo")
     key[:, :head_dim] *= 0.1
@@ -133,7 +133,7 @@ def _wire_match_and_copy(
 
 
 def _rotated(amplitude: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """Half-split pairs (amplitude, 0) turned by angles [H/2]."""
+    """Return half-split pairs (amplitude, 0) turned by angles [H/2]."""
     return np.concatenate([amplitude * np.cos(angles), amplitude * np.sin(angles)])
 
 

@@ -2,9 +2,9 @@
 
     loss = sum_t w_t * -log p(y_t | x_<=t) / sum_t w_t
 
-The same function of the weights as `kvq_models.llama.model.forward` for a Llama without biases and QK-norm, with a tied head; a test
-compares them. What differs: causal attention skips blocks of keys that no query may see, and the gradients of the products are laid out
-so that XLA does not compute activations a second time in transposed order.
+It is the same function of the weights as `kvq_models.llama.model.forward` for a Llama without biases and QK-norm, with a tied head; a
+test compares them. Two things differ: causal attention skips blocks of keys that no query may see, and the gradients of the products are
+laid out so that XLA does not compute activations a second time in transposed order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUERY_BLOCK = 256
 
 @jax.custom_vjp
 def project(x_BTC: Float[Array, "B T C"], kernel_CE: Float[Array, "C E"]) -> Float[Array, "B T E"]:
-    """x kernel. Its gradient in the kernel is x^T g: XLA then transposes x, and not the cotangent g, which it would compute twice."""
+    """Return x kernel. The kernel's gradient is x^T g: XLA then transposes x, not the cotangent g, which it would compute twice."""
     return x_BTC @ kernel_CE
 
 
@@ -42,7 +42,7 @@ project.defvjp(_project_forward, _project_backward)
 
 
 def block_causal_attention(q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH) -> QueryBNTH:
-    """Exact causal attention; a block of QUERY_BLOCK queries reads only the keys up to its end, which saves up to half of the products."""
+    """Attend causally and exactly; a block of QUERY_BLOCK queries reads only the keys up to its end, saving up to half of the products."""
     batch, heads, length, head_dim = q_BNTH.shape
     kv_heads = k_BKTH.shape[1]
     q_BKGTH = q_BNTH.reshape(batch, kv_heads, heads // kv_heads, length, head_dim)
@@ -61,7 +61,7 @@ def block_causal_attention(q_BNTH: QueryBNTH, k_BKTH: RowsBKTH, v_BKTH: RowsBKTH
 
 
 def training_layer(layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, rope: Rope) -> HiddenBTD:
-    """One decoder layer with exact causal attention."""
+    """Apply one decoder layer with exact causal attention."""
     config, mlp = layer.config, layer.mlp
     x_BTD = layer.input_norm(hidden_BTD)
     q_BNTH = rotate(split_heads(project(x_BTD, layer.q_proj.kernel[...]), config.num_attention_heads), positions_BT, rope)
@@ -75,7 +75,7 @@ def training_layer(layer: Layer, hidden_BTD: HiddenBTD, positions_BT: PositionsB
 
 
 def training_logits(llama: Llama, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """The logits of `kvq_models.llama.model.forward` for rows without padding and a tied head."""
+    """Return the logits of `kvq_models.llama.model.forward` for rows without padding and a tied head."""
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
     rope = rope_for(llama.config, capacity=tokens_BT.shape[1])
     hidden_BTD = llama.embed_tokens(tokens_BT)
@@ -85,7 +85,7 @@ def training_logits(llama: Llama, tokens_BT: Int[Array, "B T"]) -> Float[Array, 
 
 
 def token_losses(llama: Llama, rows_BT: Int[Array, "B T1"]) -> Float[Array, "B T"]:
-    """-log p of every token of rows [B, T + 1] but the first, in nats."""
+    """Return -log p, in nats, of every token of rows [B, T + 1] but the first."""
     return optax.softmax_cross_entropy_with_integer_labels(training_logits(llama, rows_BT[:, :-1]), rows_BT[:, 1:])
 
 

@@ -32,7 +32,7 @@ class OptimizerPlan:
     clip_norm: float
 
     def rate(self, step: ArrayLike) -> jax.Array:
-        """Learning rate of a step, 0-based."""
+        """Return the learning rate of a step, counted from 0."""
         step = jnp.asarray(step, jnp.float32)
         rising = (step + 1) / self.warmup_steps
         falling = (self.total_steps - step) / self.decay_steps
@@ -40,19 +40,21 @@ class OptimizerPlan:
 
 
 def parameters_of(llama: Llama) -> Parameters:
-    """The weights by their path, for example 'layers/0/q_proj/kernel/value'."""
+    """Return the weights by their path, for example 'layers/0/q_proj/kernel/value'."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(llama)
     return {_name(path): leaf for path, leaf in leaves}
 
 
 def with_parameters(llama: Llama, parameters: Parameters) -> Llama:
-    """The model with other weights; `llama` may be abstract."""
+    """Return the model with other weights; `llama` may be abstract."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(llama)
     return jax.tree_util.tree_unflatten(treedef, [parameters[_name(path)] for path, _ in leaves])
 
 
 def make_optimizer(plan: OptimizerPlan) -> optax.GradientTransformation:
-    """Muon for the matrices between hidden states, AdamW for embedding and norms, both at AdamW-like update sizes; global-norm clipping.
+    """Make the optimizer: Muon for matrices between hidden states, AdamW for embedding and norms, and clipping by the global norm.
+
+    Both have update sizes like those of AdamW.
 
     Source: Jordan et al., Muon; update size 0.2 after Liu et al., Muon is Scalable for LLM Training.
     """
@@ -65,7 +67,7 @@ def make_optimizer(plan: OptimizerPlan) -> optax.GradientTransformation:
 
 
 def save_checkpoint(path: Path, step: int, parameters: Parameters, optimizer_state: Any, notes: dict[str, Any]) -> None:
-    """Writes `path` (weights and optimizer state) atomically; the step and `notes` are in its header."""
+    """Write `path` (weights and optimizer state) atomically, with the step and `notes` in its header."""
     tensors = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(optimizer_state)
     arrays = {name: jax.device_get(leaf) for name, leaf in tensors.items()}
     partial = path.with_suffix(".partial")
@@ -74,7 +76,7 @@ def save_checkpoint(path: Path, step: int, parameters: Parameters, optimizer_sta
 
 
 def load_checkpoint(path: Path, parameters: Parameters, optimizer_state: Any) -> tuple[Parameters, Any]:
-    """(parameters, optimizer state) of a checkpoint, with the structure of those given. ValueError names what does not fit."""
+    """Return (parameters, optimizer state) of a checkpoint, structured as those given. Raise ValueError naming what does not fit."""
     stored = load_file(path)
     expected = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(optimizer_state)
     for name, leaf in expected.items():
@@ -89,7 +91,7 @@ def load_checkpoint(path: Path, parameters: Parameters, optimizer_state: Any) ->
 
 
 def checkpoint_notes(path: Path) -> tuple[int, dict[str, Any]]:
-    """(step, notes) from a checkpoint's header."""
+    """Return (step, notes) from a checkpoint's header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return int(header["__metadata__"]["step"]), json.loads(header["__metadata__"]["notes"])

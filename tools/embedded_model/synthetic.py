@@ -52,13 +52,13 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticRows:
-    """Writes synthetic rows; `stream` [tokens] is the real text they are built around."""
+    """A writer of synthetic rows; `stream` [tokens] is the real text they are built around."""
 
     tokenizer: Tokenizer
     stream: np.ndarray
 
     def row(self, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens [length + 1], weights [length] fp32): whole documents, then real text up to the length."""
+        """Return (tokens [length + 1], weights [length] fp32): whole documents, then real text up to the length."""
         row = Draft()
         while (room := length - len(row) - 1) >= SHORTEST_DOCUMENT:
             budget = int(np.exp(rng.uniform(np.log(SHORTEST_DOCUMENT), np.log(room + 1))))
@@ -71,7 +71,7 @@ class SyntheticRows:
         return np.array([END_ID, *row.tokens], np.int32), np.array(row.weights, np.float32)
 
     def document(self, budget: int, rng: np.random.Generator) -> Draft:
-        """One document of at most `budget` tokens."""
+        """Return one document of at most `budget` tokens."""
         kinds: list[Callable[[int, np.random.Generator], Draft]] = [self.passkey, self.needles, self.records, self.repeat]
         return kinds[rng.choice(len(kinds), p=KIND_SHARES)](budget, rng)
 
@@ -153,7 +153,7 @@ class SyntheticRows:
         return (sentence * (length // len(sentence) + 1))[:length]
 
     def _word(self, rng: np.random.Generator) -> str:
-        """Three to six random letters."""
+        """Return three to six random letters."""
         return "".join(rng.choice(LETTERS, int(rng.integers(3, 7))))
 
 

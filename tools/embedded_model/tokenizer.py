@@ -17,7 +17,7 @@ END_ID = 0  # the trainer numbers special tokens first
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns `vocab_size` byte-level BPE tokens; END_OF_TEXT is END_ID, the next 256 are the single bytes, so any text has an encoding."""
+    """Learn `vocab_size` byte-level BPE tokens; END_OF_TEXT is END_ID, the next 256 are the single bytes, so any text has an encoding."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -37,7 +37,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, which `transformers.AutoTokenizer` loads."""
+    """Write tokenizer.json and tokenizer_config.json, which `transformers.AutoTokenizer` loads."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
@@ -52,5 +52,5 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Reads the tokenizer.json of `directory`."""
+    """Read the tokenizer.json of `directory`."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))

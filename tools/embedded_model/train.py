@@ -1,4 +1,4 @@
-"""Trains the small embedded Llama: `python -m tools.embedded_model.train --corpus DIR --out DIR`.
+"""Train the small embedded Llama: `python -m tools.embedded_model.train --corpus DIR --out DIR`.
 
 The run can be stopped at any time (Ctrl-C ends it after a step) and continued with the same command: checkpoint.safetensors holds the
 weights, the optimizer state and the step, and the rows of a step depend on the seed and the step alone. history.json and loss.png show
@@ -41,7 +41,7 @@ ROPE_THETA = 500_000.0  # many slow pairs: content can be matched over the whole
 
 
 class Progress(NamedTuple):
-    """Everything that a step changes."""
+    """The state that a step changes."""
 
     step: int
     parameters: state.Parameters
@@ -105,7 +105,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def model_config(options: argparse.Namespace) -> LlamaConfig:
-    """A Llama with 64-wide heads, 2 query heads per KV head and a tied head."""
+    """Return the config of a Llama with 64-wide heads, 2 query heads per KV head and a tied head."""
     return LlamaConfig(
         vocab_size=options.vocab_size,
         hidden_size=options.hidden_size,
@@ -123,7 +123,7 @@ def model_config(options: argparse.Namespace) -> LlamaConfig:
 
 
 def prepare_data(corpus_dir: Path, out: Path, vocab_size: int) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """The tokenizer and the streams 'train' and 'held_out', made once and kept in the run directory."""
+    """Return the tokenizer and the streams 'train' and 'held_out', made once and kept in the run directory."""
     streams_file = out / "streams.safetensors"
     if not streams_file.exists():
         train, held_out = corpus.split_documents(corpus.read_documents(corpus_dir))
@@ -144,7 +144,7 @@ def make_probe(streams: dict[str, np.ndarray], tokenizer: Tokenizer, length: int
 
 
 def make_step(llama: Llama, optimizer: optax.GradientTransformation) -> Callable:
-    """(parameters, optimizer_state, rows, weights) -> (parameters, optimizer_state, loss), jitted; the first two are donated."""
+    """Return the jitted (parameters, optimizer_state, rows, weights) -> (parameters, optimizer_state, loss); the first two are donated."""
 
     def step(
         parameters: state.Parameters, optimizer_state: Any, rows: jax.Array, weights: jax.Array
@@ -157,7 +157,7 @@ def make_step(llama: Llama, optimizer: optax.GradientTransformation) -> Callable
 
 
 def make_probe_function(llama: Llama, probe: Probe) -> Callable[[state.Parameters], dict[str, float]]:
-    """Held-out loss in nats per token, and the share of answer tokens that the model ranks first."""
+    """Return the function of held-out loss in nats per token and the share of answer tokens that the model ranks first."""
 
     @jax.jit
     def text_loss(parameters: state.Parameters, row: jax.Array) -> jax.Array:
@@ -178,7 +178,7 @@ def make_probe_function(llama: Llama, probe: Probe) -> Callable[[state.Parameter
 def train(
     llama: Llama, source: corpus.RowSource, plan: state.OptimizerPlan, probe: Probe, out: Path, options: argparse.Namespace
 ) -> Progress:
-    """Runs from the checkpoint in `out`, or from the weights of `llama`, to the end of the curriculum."""
+    """Train from the checkpoint in `out`, or from the weights of `llama`, to the end of the curriculum."""
     optimizer = state.make_optimizer(plan)
     history = read_history(out)
     progress, segments = _start(llama, optimizer, out)
@@ -214,7 +214,7 @@ def train(
 
 
 def plot_history(history: list[dict[str, Any]], file: Path) -> None:
-    """Loss against tokens: every step, a running mean, and the held-out text."""
+    """Plot the loss against tokens: every step, a running mean, and the held-out text."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -273,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _stop_requested() -> threading.Event:
-    """Set by an interrupt or a termination signal: the run then ends after its step, with a checkpoint."""
+    """Return an event that an interrupt or a termination signal sets: the run then ends after its step, with a checkpoint."""
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -282,7 +282,7 @@ def _stop_requested() -> threading.Event:
 
 
 def _start(llama: Llama, optimizer: optax.GradientTransformation, out: Path) -> tuple[Progress, list[dict[str, Any]]]:
-    """Where the run stands, and the settings of the segments that led there."""
+    """Return the progress of the run and the settings of the segments that led to it."""
     parameters = state.parameters_of(llama)
     optimizer_state = optimizer.init(parameters)
     checkpoint = out / "checkpoint.safetensors"
