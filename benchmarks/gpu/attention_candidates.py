@@ -84,7 +84,7 @@ def name_of(launch: Launch) -> str:
 
 
 def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
-    """Others' code first."""
+    """Return the tasks of attention, others' code first."""
     found: dict[str, Callable[[], Task]] = {
         "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
         "cuDNN bf16": lambda: _others(shape, _cudnn, "BSKH"),
@@ -111,7 +111,7 @@ def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) ->
 
 
 def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
-    """(found, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
+    """Return (found, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
     k, v = rows
     q, found = checked_part((q, out))
     with jax.default_matmul_precision("highest"):
@@ -120,7 +120,7 @@ def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]
 
 
 def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
-    """Our kernel, over everything that a cache of this spec would hold in its body."""
+    """Make the task of our kernel, over everything that a cache of this spec would hold in its body."""
     k, v = bodies = bodies_of(spec, shape)
 
     def call(launch: Launch, x: tuple[Array, Array], copy: Any) -> Array:
@@ -140,7 +140,7 @@ def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
 
 
 def _dequantized(shape: Shape) -> Task:
-    """All rows are written to memory in bf16 before they are attended to."""
+    """Make the task that writes all rows to memory in bf16 before it attends to them."""
     k, v = bodies = bodies_of(DEQUANTIZED, shape)
 
     def call(x: tuple[Array, Array], copy: Any) -> Array:
@@ -164,7 +164,7 @@ def _exact_bytes(shape: Shape) -> int:
 
 
 def _others(shape: Shape, attend: Callable[..., Array], axes: str, remark: str = "") -> Task:
-    """Exact bf16 keys and values with their axes in this order."""
+    """Make the task of unquantized bf16 keys and values with their axes in this order."""
     sizes = {"B": shape.batch, "K": shape.kv_heads, "S": shape.tokens, "H": shape.head_dim}
 
     def check(x: tuple[Array, Array], copy: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
@@ -186,12 +186,12 @@ def _others(shape: Shape, attend: Callable[..., Array], axes: str, remark: str =
 
 
 def _naive(q: Array, k: Array, v: Array) -> Array:
-    """One dot of all query heads of a KV head, a softmax, another dot."""
+    """Attend with one dot of all query heads of a KV head, a softmax and another dot."""
     return one_dot_query_first(padded_heads(q.astype(jnp.bfloat16)), k, v, jnp.asarray(k.shape[2], jnp.int32))[:, :, : q.shape[2]]
 
 
 def padded_heads(rows: Float[Array, "B K G X"]) -> Float[Array, "B K GP X"]:
-    """A single query head with zeros beside it: for one row XLA writes a sum of products, and transposes all of V for it."""
+    """Pad a single query head with zero heads: for one row XLA writes a sum of products, and transposes all of V for it."""
     return rows if rows.shape[2] > 1 else jnp.pad(rows, ((0, 0), (0, 0), (0, 7), (0, 0)))
 
 
@@ -202,14 +202,14 @@ def _cudnn(q: Array, k: Array, v: Array) -> Array:
 
 
 def _cudnn_grouped(q: Array, k: Array, v: Array) -> Array:
-    """The query heads of a KV head as its tokens: no KV head is read twice."""
+    """Attend with the query heads of a KV head as its tokens, so that no KV head is read twice."""
     rows = jnp.moveaxis(q.astype(jnp.bfloat16), 2, 1)  # [B, G, K, H]
     out = jax.nn.dot_product_attention(rows, k, v, implementation="cudnn")
     return jnp.moveaxis(out, 1, 2).astype(jnp.float32)
 
 
 def _cudnn_split(splits: int, q: Array, k: Array, v: Array) -> Array:
-    """The same for each of some runs of tokens, as sequences of a larger batch, merged by their logarithms of sums. `jax.nn` gives these
+    """Do the same for runs of tokens, as sequences of a larger batch, and merge them by their logarithms of sums. `jax.nn` gives these
     in the dtype of the result, so a run's weight errs by up to 2^-9 of its logarithm: a few percent of the result."""
     batch, heads, group, channels = q.shape
 
@@ -224,7 +224,7 @@ def _cudnn_split(splits: int, q: Array, k: Array, v: Array) -> Array:
 
 
 def _useful_splits(shape: Shape) -> int:
-    """A power of two that occupies the GPU, with at least 256 tokens in each run."""
+    """Return a power of two that occupies the GPU, with at least 256 tokens in each run."""
     splits = 1
     while shape.batch * shape.kv_heads * splits < PROCESSORS and shape.tokens // (2 * splits) >= 256 and shape.tokens % (2 * splits) == 0:
         splits *= 2

@@ -46,7 +46,7 @@ LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Kernels in both arithmetics, of which `decode_step` takes one by default, where they show most; elsewhere those in assembly."""
+    """Return XLA and the kernels: in both arithmetics where they show most (one is `decode_step`'s default), elsewhere in assembly."""
     return ("jnp", "asm", "xla") if (tokens, batch) == POINTS[0] else ("asm", "xla")
 
 
@@ -56,7 +56,7 @@ def _uniform(shape: tuple[int, ...], dtype: str, seed: Array, low: Array, high: 
 
 
 def random_llama(config: LlamaConfig) -> Llama:
-    """bf16 weights of usual sizes."""
+    """Return a model with random bf16 weights of usual sizes."""
 
     def weight(seed: int, struct: jax.ShapeDtypeStruct) -> Array:
         low, high = (0.9, 1.1) if len(struct.shape) == 1 else (-0.035, 0.035)
@@ -67,7 +67,7 @@ def random_llama(config: LlamaConfig) -> Llama:
 
 
 def random_cache(spec: str, config: LlamaConfig, batch: int, tokens: int, capacity: int) -> kvq.Cache:
-    """A cache of `tokens` tokens in each row."""
+    """Return a random cache of `tokens` tokens in each batch row."""
     empty = kvq.layout(spec, config, batch, capacity, "bfloat16")
 
     @functools.cache
@@ -88,7 +88,7 @@ def random_cache(spec: str, config: LlamaConfig, batch: int, tokens: int, capaci
 
 
 def steps_program(implementation: Implementation, steps: int) -> Callable[[Llama, kvq.Cache, Array], tuple[Array, kvq.Cache]]:
-    """`steps` decode steps: (the last logits, the cache)."""
+    """Return the program of `steps` decode steps, which returns (the last logits, the cache)."""
 
     def run(llama: Llama, cache: kvq.Cache, token: Array) -> tuple[Array, kvq.Cache]:
         def step(_: Array, carry: tuple[Array, kvq.Cache]) -> tuple[Array, kvq.Cache]:
@@ -109,7 +109,7 @@ def implementation_of(name: str) -> Implementation:
 
 @dataclasses.dataclass
 class Program:
-    """A compiled loop and what it is of. failure: why there is none."""
+    """A compiled loop and the row it is timed for. failure: the reason why there is none."""
 
     row: KernelRow
     run: Callable[..., Any] | None = None
@@ -130,7 +130,7 @@ def compiled(row: KernelRow, config: LlamaConfig, capacity: int) -> Program:
 
 
 def timed(program: Program, llama: Llama, capacity: int, samples: int) -> tuple[KernelRow, np.ndarray | None]:
-    """(the row, the logits of the first run)."""
+    """Time a program and return (the row, the logits of the first run)."""
     row, run = program.row, program.run
     if run is None:
         return dataclasses.replace(row, failure=program.failure), None
@@ -170,7 +170,7 @@ def run(
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
-    """A row for each cache and implementation at each point, saved one by one. names: None for the usual ones."""
+    """Add a row for each cache and implementation at each point, saved one by one. names: None for the usual ones."""
     start, config = time.monotonic(), llama.config
     for tokens, batch in points:
         if time.monotonic() - start > seconds:
@@ -191,7 +191,7 @@ def run(
 
 
 def time_all(programs: list[Program], llama: Llama, capacity: int, samples: int, report: GpuReport, path: str | os.PathLike[str]) -> None:
-    """Adds a row for each program, saved at once. Errors are against XLA's logits, and come when those are known."""
+    """Add a row for each program, saved at once. Errors are against XLA's logits, and are filled in when those are known."""
     logits: dict[tuple[str, str], np.ndarray] = {}
     first = len(report.rows)
     while programs:
@@ -210,7 +210,7 @@ def time_all(programs: list[Program], llama: Llama, capacity: int, samples: int,
 
 
 def with_error(row: KernelRow, logits: dict[tuple[str, str], np.ndarray]) -> KernelRow:
-    """The row, with the error of its logits against XLA's where it has any."""
+    """Return the row, with the error of its logits against XLA's where it has any."""
     found, expected = (logits.get((row.candidate, name)) for name in (row.arithmetic, "xla"))
     if row.arithmetic == "xla" or found is None or expected is None:
         return row

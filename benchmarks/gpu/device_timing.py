@@ -42,7 +42,7 @@ class Timing:
     copy_bytes: int = 4 << 30  # of the array whose copying is the yardstick
 
     def copies(self, size: int) -> int:
-        """Copies of `size` bytes that fill twice the L2, as far as a program can hold them."""
+        """Return the number of copies of `size` bytes that fill twice the L2, as far as a program can hold them."""
         return max(1, min(self.most_copies, math.ceil(2 * self.cache_bytes / size)))
 
     def is_cold(self, size: int) -> bool:
@@ -58,7 +58,7 @@ SHORT = Timing(samples=3, seconds=0.002, most_calls=20, most_copies=2, copy_byte
 
 
 def timing_loop(call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any], steps: int) -> Callable[[Any, Sequence[Any]], Any]:
-    """The loop as a function of x and the copies, to compile: steps * copies calls, then one more. Returns the last x and result."""
+    """Return the loop to compile, a function of x and the copies: steps * copies calls, then one more. It returns the last x and result."""
 
     def run(x: Any, copies: Sequence[Any]) -> Any:
         def step(_: Array, x: Any) -> Any:
@@ -76,25 +76,25 @@ def timing_loop(call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any]
 
 
 def as_stored(copy: Any) -> Any:
-    """The arrays with the order of their axes in memory fixed: XLA would pass the barriers with another that suits the call, and transpose
+    """Fix the order of the arrays' axes in memory: XLA would pass the barriers with another order that suits the call, and transpose
     each array once, before the loop."""
     return jax.tree.map(lambda a: with_layout_constraint(a, Layout(major_to_minor=tuple(range(a.ndim)))), copy)
 
 
 def first(out: Any) -> Array:
-    """TINY times one entry of a result, fp32: what `feed` needs."""
+    """Return TINY times one entry of a result, in fp32, as `feed` needs it."""
     leaf = jax.tree.leaves(out)[0]
     return TINY * lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(()).astype(jnp.float32)
 
 
 def nudged(x: Array, out: Any) -> Array:
-    """A `feed` for an x as long as the context: x in place, with `first` added to one entry."""
+    """Return x with `first` added to one entry, in place: a `feed` for an x as long as the context."""
     corner = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
     return lax.dynamic_update_slice(x, corner + first(out).astype(x.dtype), (0,) * x.ndim)
 
 
 def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float, ...]:
-    """Milliseconds of one call by the host's clock, from runs of `calls` calls each; two runs before warm up."""
+    """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each; two runs before them warm up."""
     for _ in range(2):
         jax.block_until_ready(run())
     found = []
@@ -106,7 +106,7 @@ def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float,
 
 
 def scattered(shape: tuple[int, ...], seed: Array) -> Array:
-    """uint32 numbers without a pattern, made where they lie: Murmur's finalizer of each index. The same on every device."""
+    """Return uint32 numbers without a pattern, made where they lie: Murmur's finalizer of each index. They are the same on every device."""
     index = jnp.broadcast_to(seed.astype(jnp.uint32) * np.uint32(0x9E3779B9), shape)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -118,18 +118,18 @@ def scattered(shape: tuple[int, ...], seed: Array) -> Array:
 
 
 def uniform(shape: tuple[int, ...], seed: Array, low: float, high: float, dtype: Any = jnp.float32) -> Array:
-    """Numbers from low to high."""
+    """Return numbers from low to high, uniformly distributed."""
     unit = (scattered(shape, seed) >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
     return (unit * np.float32(high - low) + np.float32(low)).astype(dtype)
 
 
 def random_words(shape: tuple[int, ...], seed: Array) -> Array:
-    """int16 [*shape] of random bits."""
+    """Return int16 [*shape] of random bits."""
     return lax.bitcast_convert_type((scattered(shape, seed) >> np.uint32(16)).astype(jnp.uint16), jnp.int16)
 
 
 def bandwidth_samples(timing: Timing) -> dict[str, tuple[int, tuple[float, ...]]]:
-    """(bytes moved, milliseconds) of "copy", x + 1 into another array, and "read", the sum of x; x int32 in device memory."""
+    """Return (bytes moved, milliseconds) of "copy", x + 1 into another array, and "read", the sum of x; x int32 in device memory."""
     x = lax.bitcast_convert_type(jax.jit(scattered, static_argnums=0)((timing.copy_bytes // 4,), jnp.uint32(7)), jnp.int32)
     size, calls = x.size * 4, 8
 

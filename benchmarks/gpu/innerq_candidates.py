@@ -58,7 +58,7 @@ def _exact_values(p: Array, v: Array) -> Array:
 
 
 def scores_task(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:
-    """q K^T over the keys of a cache, or over exact ones."""
+    """Make the task of q K^T over the keys of a cache, or over unquantized ones."""
     body = Body(plan_of(_cache(spec), shape).k, shape)
 
     def kernel(launch: Launch, q: Array, copy: Any) -> Array:
@@ -119,7 +119,7 @@ def _calls(exact: Callable, kernel: Callable, spec: str, launches: Sequence[Laun
 
 
 def quantize_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """Keys, in groups over channels, and values, over tokens, in each scheme at the same magnitude bits."""
+    """Return the tasks of keys, in groups over channels, and of values, over tokens, in each scheme at the same magnitude bits."""
     return [
         Planned("quantize", f"{scheme}, {side}", functools.partial(_quantize, shape, side, scheme, tuple(launches)))
         for side in ("keys", "values")
@@ -140,7 +140,7 @@ def _quantize(shape: Shape, which: str, scheme: Any, launches: Sequence[Launch])
         return quantize_rows(rows, reader, scheme, QUANTIZE_BITS, launch=launch)
 
     def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
-        """What some rows stand for, quantized here and by the reference: all of them as one row, for single codes may differ at ties."""
+        """Return some rows, quantized here and by the reference and dequantized: all as one row, for single codes may differ at ties."""
         tokens = min(shape.tokens, 1024)
         found = grouped_array.GroupedArray(out.words, out.scale, out.zero, format)
         cut = jax.tree.map(lambda a: a[:1, :2], found)

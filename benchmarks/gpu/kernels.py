@@ -63,7 +63,7 @@ class Case:
 
 
 def default_cases() -> list[Case]:
-    """Every shape of the table, MODELS x LENGTHS x BATCHES, and of the papers' tables, in the order of its weight: a run may end before the
+    """Return every shape of the table, MODELS x LENGTHS x BATCHES, and of the papers' tables, by weight: a run may end before the
     last. Llama 3.1 8B comes first, and of it what shows most."""
 
     def attention(model: str, *points: tuple[int, int], both: bool = False, specs: tuple[str, ...] = SPECS) -> list[Case]:
@@ -94,7 +94,7 @@ def default_cases() -> list[Case]:
 
 
 def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
-    """The default cases, or those of MODEL:TOKENS:BATCH. ValueError names what is unknown."""
+    """Return the default cases, or those of MODEL:TOKENS:BATCH. Raise ValueError naming an unknown part."""
     if not shapes:
         return [case for case in default_cases() if case.section in sections]
     found = []
@@ -168,7 +168,7 @@ def note_crash(report: GpuReport) -> set[tuple[str, str, Shape, str]]:
 
 
 def measure_bandwidth(report: GpuReport, timing: Timing) -> None:
-    """The yardstick: bytes a second of a large copy, and of reading alone."""
+    """Measure the yardstick: bytes a second of a large copy, and of reading alone."""
     if report.median_rate("copy"):
         return
     shape = Shape(1, 0, 0, 0, 0)
@@ -183,7 +183,7 @@ def measure_bandwidth(report: GpuReport, timing: Timing) -> None:
 
 
 def summary(report: GpuReport, row: KernelRow) -> str:
-    """A row as a line of progress."""
+    """Return a row as a line of progress."""
     if not row.samples_ms:
         return f"{row.name:50s} {row.failure}"
     share, ratio = report.share(row), report.ratio(row)

@@ -41,7 +41,7 @@ VALUES_TUNING = Tuning(tile=64, stages=2)
 
 
 def table_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """Keys, then values: a candidate for each column of the paper's table."""
+    """Return the tasks of keys, then of values: a candidate for each column of the paper's table."""
     return [
         Planned(section, part, functools.partial(_task, shape, side, part, tuple(launches)))
         for side, section in SECTIONS.items()
@@ -50,7 +50,7 @@ def table_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
 
 
 def total_of_keys(shape: Shape, launches: tuple[Launch, ...]) -> Task:
-    """q K^T over codes and outliers together."""
+    """Make the task of q K^T over codes and outliers together."""
     return _task(shape, "k", "total", launches)
 
 
@@ -133,7 +133,7 @@ class _Side:
         return jnp.einsum(formula, x.astype(jnp.float32), rows.astype(jnp.float32), precision="highest")
 
     def packing(self) -> Task:
-        """A block of tokens that leaves the window. XLA packs in every path, so there is nothing to compare with."""
+        """Make the task of packing a block that leaves the window. XLA packs in every path, so there is nothing to compare with."""
         codec, tokens = self.codec, BLOCK
 
         def start() -> Any:

@@ -136,7 +136,7 @@ def _block(model: str, where: str, name: str, other: Times, inner: Times) -> lis
 
 
 def _quantize_table(report: GpuReport) -> Table:
-    """Figure 4's question: does hybrid quantization take longer than symmetric?"""
+    """Return the table for Figure 4's question: does hybrid quantization take longer than symmetric?"""
     lines = []
     for model in PAPER_MODELS:
         for side in ("keys", "values"):
@@ -191,7 +191,7 @@ def _polarquant_table(report: GpuReport) -> Table:
 
 
 def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The lines that say something."""
+    """Return the lines with an entry after their first three cells."""
     return [line for line in lines if any(line[3:])]
 
 

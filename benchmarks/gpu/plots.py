@@ -14,7 +14,7 @@ Lines = dict[str, list[tuple[int, float]]]  # (tokens, value) by candidate
 
 
 def draw(report: GpuReport, model: str) -> Any:
-    """A figure: batches above each other, times left, shares right."""
+    """Draw a figure: batches above each other, times left, shares right."""
     import matplotlib
 
     matplotlib.use("Agg")

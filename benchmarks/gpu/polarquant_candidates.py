@@ -21,7 +21,7 @@ EXACT, KIVI, KVQUANT = innerq_candidates.EXACT, "kivi:bits=4", "nuq4-1%"
 
 
 def table_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """The paper's rows."""
+    """Return the tasks of the paper's rows."""
     known = {name: functools.partial(innerq_candidates.scores_task, shape, name, tuple(launches)) for name in (EXACT, KIVI, SPEC)}
     known[KVQUANT] = functools.partial(kvquant_candidates.total_of_keys, shape, tuple(launches))
     return [Planned(SECTION, name, make) for name, make in known.items()]

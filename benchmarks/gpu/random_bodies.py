@@ -65,7 +65,7 @@ def _(leaves: GroupedArray, seed: Array) -> GroupedArray:
 
 @_random_values.register
 def _(leaves: CodebookArray, seed: Array) -> CodebookArray:
-    """All slots of outliers are in use."""
+    """Make random codes with all slots of outliers in use."""
     scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
     width = leaves.words[0]["kv_heads"].size * leaves.format.channels
     sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, width, seed)
@@ -73,7 +73,7 @@ def _(leaves: CodebookArray, seed: Array) -> CodebookArray:
 
 
 def _random_outliers(leaves: Any, width: int, seed: Array) -> SparseOutliers:
-    """A slot in each of as many runs of the `width` channels: sorted, and no channel twice."""
+    """Put one outlier in each of as many runs of the `width` channels as there are slots: sorted, and no channel twice."""
     shape, slots = leaves.index.shape, leaves.index["none"].size
     slot = leaves.index.along("none", jnp.arange(slots))
     begin, end = (n * width // slots for n in (slot, slot + 1))
@@ -84,7 +84,7 @@ def _random_outliers(leaves: Any, width: int, seed: Array) -> SparseOutliers:
 
 @_random_values.register
 def _(leaves: PolarArray, seed: Array) -> PolarArray:
-    """Radii of about 0.2 to 1.4, arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
+    """Make radii of about 0.2 to 1.4 and arcs of 1 to 2 radians anywhere on the circle, for 4 bits each."""
     radii, angles = (2.0 ** (4 - bits) for bits in (leaves.format.radius_bits, leaves.format.angle_bits))
     return PolarArray(
         _random_codes(leaves.words, seed),
@@ -97,7 +97,7 @@ def _(leaves: PolarArray, seed: Array) -> PolarArray:
 
 
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
-    """Return what a calibration would give, {} for codecs that need none: rows are about -1 .. 1, and hardly an entry is an outlier."""
+    """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and hardly an entry is an outlier."""
     ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
     found = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in codec.parameters(heads).items()}
     if "levels" in found:
@@ -106,7 +106,7 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
 
 
 def rope_of(head_dim: int) -> Rope:
-    """The rotation of keys that are cached before RoPE."""
+    """Return the rotation of keys that are cached before RoPE."""
     exponents = jnp.arange(head_dim // 2, dtype=jnp.float32) / (head_dim // 2)
     return Rope(10000.0**-exponents, jnp.ones((), jnp.float32))
 
@@ -115,7 +115,7 @@ def rope_of(head_dim: int) -> Rope:
 
 
 def plan_of(spec: str, shape: Shape) -> LayerPlan:
-    """A layer whose body has room for the shape's tokens."""
+    """Return the plan of a layer whose body has room for the shape's tokens."""
     heads, cache = shape.kv_heads * shape.group, kvq.parse(spec)
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
     return cache.layer(0, dims, cache.sink + shape.tokens + cache.recent, "bfloat16")
@@ -141,7 +141,7 @@ class Body:
 
     @functools.cached_property
     def reader(self) -> Reader:
-        """The reader of its arrays. ValueError where kernels cannot read them."""
+        """The reader of its arrays. Raises ValueError where kernels cannot read them."""
         reader = self.codec.kernel_reader()
         if isinstance(reader, str):
             raise ValueError(reader)
@@ -156,7 +156,7 @@ class Body:
         return arrays
 
     def rows(self, copy: tuple[Any, Any]) -> Float[Array, "B K S H"]:
-        """The keys after RoPE, or the values, that a copy stands for. It may hold a part of the rows and heads."""
+        """Return the keys after RoPE, or the values, that a copy stands for. It may hold a part of the rows and heads."""
         params, stored = copy
         batch, heads, *_ = jax.tree.leaves(stored)[0].shape
         body = load_body(self.leaves, stored)
@@ -165,7 +165,7 @@ class Body:
         return self.codec.vectors(params, rows, positions, rope_of(self.shape.head_dim))
 
     def checked_rows(self, copy: tuple[Any, Any]) -> Float[Array, "1 C S H"]:
-        """`rows` of the first sequence, CHECKED_HEADS heads. Others are decoded only where heads share arrays."""
+        """Return `rows` of the first sequence, CHECKED_HEADS heads. Others are dequantized only where heads share arrays."""
         params, stored = copy
         apart = not params and all("kv_heads" in spec.names and spec["kv_heads"].per == 1 for spec in jax.tree.leaves(self.leaves))
         part = checked_part(stored) if apart else jax.tree.map(lambda array: array[:1], stored)
@@ -178,7 +178,7 @@ def checked_part(stored: Any) -> Any:
 
 
 def bodies_of(spec: str, shape: Shape) -> tuple[Body, Body]:
-    """Keys and values of a cache that kernels attend to. ValueError with the dispatcher's reason where they do not."""
+    """Return the keys and values of a cache that kernels attend to. Raise ValueError with the dispatcher's reason where they do not."""
     plan = plan_of(spec, shape)
     if reason := unsupported(plan, shape.kv_heads * shape.group, 1):
         raise ValueError(reason)

@@ -82,7 +82,7 @@ class GpuReport(Report):
         return cls(title=title, **header(command))
 
     def resumed(self, earlier: GpuReport) -> GpuReport:
-        """Return the earlier report, to go on with here. ValueError where it was begun on another device or version."""
+        """Return the earlier report, to go on with here. Raise ValueError where it was begun on another device or version."""
         for name in ("title", "device", "jax_version"):
             if getattr(self, name) != getattr(earlier, name):
                 raise ValueError(f"cannot resume: {name} was {getattr(earlier, name)!r} and is {getattr(self, name)!r}")

@@ -47,7 +47,7 @@ class Compiled:
 
 
 def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
-    """Compiles all that a task needs; what fails is told in its variants. ValueError where the candidate cannot serve its shape."""
+    """Compile all that a task needs; its variants name what failed. Raise ValueError where the candidate cannot serve its shape."""
     task = make()
     copies = timing.copies(task.copy_bytes)
     needed = copies * task.copy_bytes + task.temp_bytes
@@ -70,7 +70,7 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
 def run_case(
     model: str, shape: Shape, tasks: Sequence[Planned], report: GpuReport, save: Callable[[], None], timing: Timing, threads: int
 ) -> None:
-    """Adds rows for each candidate to the report, and saves it. FatalError where only a new process can go on."""
+    """Add rows for each candidate to the report, and save it. Raise FatalError where only a new process can go on."""
     blanks = [KernelRow(task.section, model, shape, task.candidate) for task in tasks]
 
     def running(*rows: KernelRow) -> None:
@@ -103,7 +103,7 @@ def _compiled_or_failure(task: Planned, timing: Timing) -> Compiled | str:
 
 
 def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelRow]:
-    """The rows of a task's variants; its arrays live only here."""
+    """Time a task's variants and return their rows; its arrays live only here."""
     task = item.task
     cold = timing.is_cold(task.copy_bytes)
     row = dataclasses.replace(blank, bf16=task.bf16, moved_bytes=task.moved_bytes, copies=item.copies, cold=cold, remark=task.remark)
