@@ -23,7 +23,7 @@ WATCHED = (*CASES, *OTHER_CASES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the table; ends with status 1 where a case breaks its limits, 2 where nothing can be compiled."""
+    """Print the table; end with status 1 where a case breaks its limits, 2 where nothing can be compiled."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.machine_code",
         description=(__doc__ or "").partition("\n")[0],

@@ -54,7 +54,7 @@ class Case:
     mma_columns: int | None = 8
 
     def measure(self, target: Target) -> KernelReport:
-        """Compiles the case: seconds."""
+        """Compile the case and measure its kernel; this takes seconds."""
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
         return measure(self.name, kernel, target, elements_per_iteration=self.elements_per_iteration, stored_bits=self.stored_bits)
@@ -84,7 +84,7 @@ Stored = tuple[Reader, list[jax.ShapeDtypeStruct], float]  # reader, stored arra
 
 
 def _uniform(format: GroupFormat | None, channels: int) -> Stored:
-    """Groups of uniform codes, or exact rows."""
+    """Return groups of uniform codes, or unquantized rows."""
     if format is None:
         reader, stored = dense(channels, "bfloat16"), [jax.ShapeDtypeStruct((BATCH, KV_HEADS, TOKENS, channels), jnp.uint16)]
     else:
@@ -96,7 +96,7 @@ def _uniform(format: GroupFormat | None, channels: int) -> Stored:
 
 
 def _tables(bits: int, channels: int, group: ChannelGroup | None, slots: int = 0, pre_rope: bool = False) -> Stored:
-    """Codes of a table, as `kernel_readers.nonuniform` describes them; what all tokens share is not counted as stored."""
+    """Return codes of a codebook, as `kernel_readers.nonuniform` describes them; arrays that all tokens share are not counted as stored."""
     layout = plane_layout(bits, channels, 32)
     reader = nonuniform(layout, group, slots=slots, pre_rope=pre_rope)
     assert isinstance(reader, Reader), reader
@@ -120,14 +120,14 @@ def _before_rope(format: GroupFormat, channels: int) -> Stored:
 
 
 def attention_case(name: str, k: GroupFormat | None, v: GroupFormat | None, channels: int, **limits: Any) -> Case:
-    """Decode attention with these formats (None: exact rows in bfloat16), tuned as it runs."""
+    """Return decode attention with these formats (None: unquantized rows in bfloat16), tuned as it runs."""
     return _attention(name, _uniform(k, channels), _uniform(v, channels), channels, **limits)
 
 
 def _attention(
     name: str, k: Stored, v: Stored, channels: int, *, arithmetic: Arithmetic = "asm", queries: int = GROUP, **limits: Any
 ) -> Case:
-    """queries: query heads of each KV head."""
+    """Return decode attention over these arrays. queries: query heads of each KV head."""
     (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = k, v
     columns = max(8, queries)
     tuning = tuning_for(k_reader, v_reader, columns, TOKENS, arithmetic == "asm")
@@ -153,7 +153,7 @@ def _formats(bits: int, scheme: Scheme, axes: tuple[GroupedAxis, GroupedAxis], c
 
 
 def _innerq(bits: int, scheme: Scheme, channels: int, **limits: Any) -> Case:
-    """`bits` of a code, the sign included."""
+    """Return InnerQ's case; `bits` of a code include the sign."""
     magnitude = bits - (scheme != "asym")
     return attention_case(f"innerq, {bits}-bit {scheme}", *_formats(magnitude, scheme, INNER, channels), channels, **limits)
 
@@ -168,7 +168,7 @@ def _kivi_before_rope(arithmetic: Arithmetic, **limits: Any) -> Case:
 
 
 def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits: Any) -> Case:
-    """KVQuant: keys with scales of channels, values with scales of whole tokens; outliers as its paper counts them."""
+    """Return KVQuant's case: keys with scales of channels, values with scales of whole tokens; outliers as its paper counts them."""
     slots = 2 * (1 + int((KV_HEADS * channels - 1) * percent / 200)) if percent else 0
     k, v = _tables(bits, channels, None, slots, pre_rope), _tables(bits, channels, ChannelGroup(KV_HEADS, channels), slots)
     name = f"nuq{bits}{f'-{percent}%' if percent else ''}, {'before' if pre_rope else 'after'} RoPE"
@@ -183,7 +183,7 @@ def _products(
     of_values: Limits,
     arithmetic: Arithmetic = "asm",
 ) -> tuple[Case, Case]:
-    """The two matrix-vector products by themselves: q K^T, p V."""
+    """Return the two matrix-vector products by themselves: q K^T, p V."""
     (k_reader, k_stored, k_bits), (v_reader, v_stored, v_bits) = (_uniform(format, channels) for format in formats)
     launch = Launch(arithmetic)
 
@@ -203,13 +203,13 @@ def _products(
 
 
 def _limits(instructions: float, alu: float, share: float, *, waits: bool = False) -> Limits:
-    """waits: small loads in the loop are not asynchronous, of two bytes a lane: scales of tokens in short steps."""
+    """Return the limits. waits: small loads in the loop, of two bytes a lane, are not asynchronous: scales of tokens in short steps."""
     return {"cap_instructions": instructions, "cap_alu": alu, "min_share": share, "plain_loads_allowed": waits}
 
 
 def _slow(instructions: float, alu: float, share: float, spill_bytes: int = 64) -> Limits:
-    """Limits of a kernel that is bound by its instructions; small loads wait: the scales of tokens, and cosines that the first level of
-    the cache holds. Bytes are spilled where a table, or rotated queries, and the sums do not fit the registers together."""
+    """Return the limits of a kernel that is bound by its instructions; small loads wait: the scales of tokens, and cosines that the first
+    level of the cache holds. Bytes are spilled where a table, or rotated queries, and the sums do not fit the registers together."""
     return _limits(instructions, alu, share, waits=True) | {"loop_spills_allowed": True, "cap_spill_bytes": spill_bytes}
 
 

@@ -1,4 +1,4 @@
-"""Compiles a JAX function for a GPU that this machine does not have, and keeps the PTX of its kernels."""
+"""Compile a JAX function for a GPU that this machine does not have, and keeps the PTX of its kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Program:
     kernels: dict[str, Kernel]
 
     def kernel(self, pattern: str) -> Kernel:
-        """The one kernel whose name matches the regular expression wholly. ValueError where there is none or more than one."""
+        """Return the one kernel whose whole name matches the regular expression. Raise ValueError where there is none or more than one."""
         found = [kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)]
         if len(found) != 1:
             raise ValueError(f"{pattern=} matches {[k.name for k in found]} of the kernels {sorted(self.kernels)}: one match is needed")
@@ -60,10 +60,10 @@ class Program:
 
 
 def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Program:
-    """The program of `function` on a `target`, for arguments given as trees of jax.ShapeDtypeStruct. Nothing is run.
+    """Return the program of `function` on a `target`, for arguments given as trees of jax.ShapeDtypeStruct. Nothing is run.
 
     function: plain, or jitted (its donations and static arguments are kept).
-    RuntimeError where JAX's CUDA plugin is missing, or where XLA wrote no PTX.
+    Raise RuntimeError where JAX's CUDA plugin is missing, or where XLA wrote no PTX.
     """
     sharding = _only_device(target)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
@@ -82,7 +82,7 @@ def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[A
 
 
 def _only_device(target: Target) -> NamedSharding:
-    """Everything on one device of this kind."""
+    """Return the sharding with everything on one device of this kind."""
     plugin = cuda_plugin()
     os.environ.setdefault(_SKIP_CHECK, "1")
     try:
@@ -98,7 +98,7 @@ def _topology(target: Target) -> topologies.TopologyDescription:
 
 
 def _read_dump(folder: pathlib.Path) -> dict[str, Kernel]:
-    """The kernels that are launched, of the PTX files that XLA left in a folder."""
+    """Return the kernels that are launched, from the PTX files that XLA left in a folder."""
     launches = {}
     for file in folder.glob("*thunk_sequence*.txt"):
         launches |= {name: int(size) for name, size in _LAUNCH.findall(file.read_text(encoding="utf-8"))}

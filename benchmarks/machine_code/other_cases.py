@@ -38,7 +38,7 @@ from pallas_kernels.tiles.layout import SPAN
 def _polar(
     angle: int, radius: int, size: int, arithmetic: Arithmetic, channels: int = 128, value_bits: int | None = None, **limits: Any
 ) -> Case:
-    """Attention to keys in polar form, tuned as it runs. size: tokens of a group. value_bits: of KIVI's values; None for exact ones."""
+    """Return attention to keys in polar form, tuned as it runs. size: tokens of a group. value_bits: KIVI's; None: full precision."""
     format = PolarFormat(angle, radius, channels, size, size)
     keys = polar_reader(format.layout, angle, size, format.scale_dtype, grouped_angles=True)
     if value_bits is None:
@@ -74,7 +74,7 @@ class WholeKernel(Case):
     mma_columns: int | None = None
 
     def measure(self, target: Target) -> KernelReport:
-        """ValueError where the kernel has a loop."""
+        """Compile and measure the kernel. Raise ValueError where it has a loop."""
         function, arguments = self.build()
         kernel = compile_for(target, function, arguments).kernel(self.kernel)
         elements, bits = self.elements_per_iteration, self.stored_bits
@@ -82,7 +82,7 @@ class WholeKernel(Case):
 
 
 def straight(function: Function) -> Loop:
-    """The shortest way through a kernel. ValueError where it has a loop."""
+    """Return the shortest way through a kernel. Raise ValueError where it has a loop."""
     if found := loops(function):
         raise ValueError(f"{function.name} has {len(found)} loops: an instruction may run more than once")
     indices = shortest_way(function)
@@ -90,7 +90,7 @@ def straight(function: Function) -> Loop:
 
 
 def shortest_way(function: Function) -> tuple[int, ...]:
-    """The indices of the fewest instructions that lead from the first one to an end of the kernel."""
+    """Return the indices of the fewest instructions that lead from the first one to an end of the kernel."""
     before: dict[int, int | None] = {0: None}
     waiting = collections.deque([0])
     while waiting:
@@ -111,7 +111,7 @@ def shortest_way(function: Function) -> tuple[int, ...]:
 
 
 def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
-    """Quantize and pack 16-bit rows, groups of 32 channels. "Stored" bits are all that moves: a row's element read, its code written."""
+    """Return the quantizer and packer of 16-bit rows, groups of 32 channels. "Stored" bits are those moved: element read, code written."""
     channels, tokens = 128, 1024
     format = GroupFormat(bits, scheme, "channels", 32, channels, SPAN)
     reader = grouped(GroupedCodec("k", format))
@@ -129,7 +129,7 @@ def _quantizer(bits: int, scheme: Scheme, **limits: Any) -> Case:
 
 
 def _kivi(bits: int, size: int, channels: int = 128, **limits: Any) -> Case:
-    """Keys in groups of more tokens than a span."""
+    """Return KIVI's case with keys in groups of more tokens than a span."""
     k, v = (GroupFormat(bits, "asym", axis, size if axis == "tokens" else 32, channels, size) for axis in OUTER)
     return attention_case(f"kivi, {bits}-bit, groups of {size} tokens", k, v, channels, plain_loads_allowed=True, **limits)
 

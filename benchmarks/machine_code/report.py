@@ -65,8 +65,8 @@ class KernelReport:
 
     @property
     def mma_columns(self) -> float:
-        """Multiply-adds per element: the (padded) query heads that the matrix instructions see. Another number than the kernel's own says
-        that elements_per_iteration is not what the loop reads."""
+        """Multiply-adds per element: the (padded) query heads that the matrix instructions see. If this is not the kernel's own number,
+        the loop does not read elements_per_iteration elements."""
         return self.loop_multiply_adds / self.elements_per_iteration
 
     @property
@@ -80,7 +80,7 @@ class KernelReport:
         return min(1.0, self.budget / max(self.instructions_per_element, 2 * self.alu_per_element))
 
     def line(self) -> tuple[str, ...]:
-        """The cells under HEADER."""
+        """Return the cells under HEADER."""
         return (
             self.name,
             self.target,
@@ -98,7 +98,7 @@ class KernelReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, and under "derived" what follows from them, for readers of the file."""
+        """Return the fields, and under "derived" what follows from them, for readers of the file."""
         return dataclasses.asdict(self) | {DERIVED: {name: round(getattr(self, name), 4) for name in DERIVED_NUMBERS}}
 
 

@@ -68,7 +68,7 @@ class Instruction:
 
     @property
     def is_plain_load(self) -> bool:
-        """Loads global memory into a register, so that somebody waits for it; LDGSTS goes to shared memory on its own."""
+        """True for a load of global memory into a register, which something waits for; LDGSTS goes to shared memory on its own."""
         return self.base in ("LDG", "LD")
 
     @property
@@ -124,7 +124,7 @@ class Loop:
         return sum(instruction.is_plain_load for instruction in self.instructions)
 
     def counts(self) -> dict[str, int]:
-        """Instructions of each class that occurs, in the order of CLASSES."""
+        """Count the instructions of each class that occurs, in the order of CLASSES."""
         found = collections.Counter(instruction.kind for instruction in self.instructions)
         return {kind: found[kind] for kind in CLASSES if found[kind]}
 
@@ -140,7 +140,7 @@ class Assembly:
 
 
 def assemble(ptx: str, name: str, architecture: str) -> Assembly:
-    """Assembles the kernel `name` of a PTX text and disassembles the result. RuntimeError where a tool is missing or fails."""
+    """Assemble the kernel `name` of a PTX text and disassemble the result. Raise RuntimeError where a tool is missing or fails."""
     with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
         source, binary = pathlib.Path(folder) / "kernel.ptx", pathlib.Path(folder) / "kernel.cubin"
         source.write_text(ptx, encoding="utf-8")
@@ -159,7 +159,7 @@ def assemble(ptx: str, name: str, architecture: str) -> Assembly:
 
 
 def functions(listing: str) -> dict[str, Function]:
-    """The functions of what `nvdisasm -c` prints, by name."""
+    """Return the functions in the output of `nvdisasm -c`, by name."""
     found: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
     current = None
     for line in listing.splitlines():
@@ -176,7 +176,7 @@ def functions(listing: str) -> dict[str, Function]:
 
 
 def loops(function: Function) -> tuple[Loop, ...]:
-    """The loops that can be reached, by address; those of one header are one loop."""
+    """Return the loops that can be reached, by address; those of one header are one loop."""
     blocks, edges = _blocks(function)
     dominators = _dominators(edges)
     sources: dict[int, set[int]] = collections.defaultdict(set)
@@ -197,10 +197,11 @@ def loops(function: Function) -> tuple[Loop, ...]:
 
 
 def main_loop(function: Function) -> Loop:
-    """The loop where a kernel spends its time: of the innermost loops with matrix instructions the one that computes most, and of equals
-    the shortest (a loop's copy that masks its last tokens is longer). Without matrix instructions the longest of the innermost loops.
+    """Return the loop where a kernel spends its time: of the innermost loops with matrix instructions the one that computes most, and of
+    equals the shortest (a loop's copy that masks its last tokens is longer). Without matrix instructions it is the longest of the innermost
+    loops.
 
-    ValueError for a kernel without a loop.
+    Raise ValueError for a kernel without a loop.
     """
     found = loops(function)
     if not found:
@@ -219,7 +220,7 @@ def unknown_opcodes(instructions: Iterable[Instruction]) -> dict[str, int]:
 
 
 def _blocks(function: Function) -> tuple[dict[int, range], dict[int, set[int]]]:
-    """The basic blocks that can be reached from the first instruction, and the edges between them; a block is named by its first index."""
+    """Return the basic blocks reachable from the first instruction, and the edges between them; a block is named by its first index."""
     size = len(function.instructions)
     starts = {0} | {index for index in function.labels.values() if index < size}
     starts |= {index + 1 for index in range(size - 1) if function.successors(index) != (index + 1,)}
@@ -237,7 +238,7 @@ def _blocks(function: Function) -> tuple[dict[int, range], dict[int, set[int]]]:
 
 
 def _dominators(edges: dict[int, set[int]]) -> dict[int, set[int]]:
-    """For each block, the blocks that every way to it passes, itself included."""
+    """Return, for each block, the blocks that every way to it passes, itself included."""
     predecessors = _reversed(edges)
     found = {block: set(edges) for block in edges}
     if edges:

@@ -33,12 +33,12 @@ class Target:
     copy_bandwidth: float
 
     def budget(self, stored_bits: float) -> float:
-        """Instructions per cached element that can be issued while memory delivers its `stored_bits` bits."""
+        """Return the instructions per cached element that can be issued while memory delivers its `stored_bits` bits."""
         issued = self.cores * LANES_PER_SM * self.sustained_clock * 1e9
         return issued / (self.copy_bandwidth * 8 / stored_bits)
 
     def warps_per_sm(self, registers: int, threads: int, shared_bytes: int) -> int:
-        """Warps that are resident on a multiprocessor at once, of a kernel with blocks of `threads` threads."""
+        """Return the number of warps resident on a multiprocessor at once, for a kernel with blocks of `threads` threads."""
         warps = -(-threads // 32)
         registers_of_a_warp = -(-max(registers, 1) // 8) * 8 * 32
         by_registers = REGISTERS_PER_SM // registers_of_a_warp // warps

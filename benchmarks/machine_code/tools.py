@@ -14,7 +14,7 @@ _INSTALL = 'pip install "kvq-jax[aot]" (the extra `aot`)'
 
 
 def find_tool(name: str) -> pathlib.Path:
-    """`ptxas` or `nvdisasm`: of NVIDIA's Python packages, whose versions are known, or else on PATH. RuntimeError where there is none."""
+    """Find `ptxas` or `nvdisasm`: in NVIDIA's Python packages, whose versions are known, or else on PATH. Raise RuntimeError if absent."""
     nvidia = _spec("nvidia")
     for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
         if found := sorted(pathlib.Path(folder).glob(f"*/bin/{name}")):
@@ -25,7 +25,7 @@ def find_tool(name: str) -> pathlib.Path:
 
 
 def cuda_plugin() -> str:
-    """The module of JAX's CUDA plugin, which compiles without a GPU too. RuntimeError where there is none."""
+    """Return the module of JAX's CUDA plugin, which compiles without a GPU too. Raise RuntimeError where there is none."""
     for name in CUDA_PLUGINS:
         if _spec(name):
             return name
@@ -44,7 +44,7 @@ def missing() -> str:
 
 
 def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a tool to its end. RuntimeError with what it said where it fails."""
+    """Run a tool to its end. Raise RuntimeError with its output where it fails."""
     done = subprocess.run([str(find_tool(name)), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} {' '.join(arguments)} failed: {(done.stderr or done.stdout)[:2000]}")
@@ -53,7 +53,7 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def tool_version(name: str) -> str:
-    """Such as "13.5.37": counts of instructions move with it."""
+    """Return the version, such as "13.5.37": counts of instructions move with it."""
     said = run_tool(name, "--version").stdout
     found = re.search(r"\bV([\d.]+)", said)
     return found.group(1) if found else said.strip().splitlines()[-1]
