@@ -41,7 +41,7 @@ def paper_shape(model: str, tokens: int) -> Shape:
 
 
 def product_tasks(shape: Shape, launches: Sequence[Launch]) -> list[Planned]:
-    """ "scores" (q . K^T), then "values" (p . V): exact, grouped over the inner axis, over the outer axis."""
+    """Return the tasks of "scores" (q . K^T), then "values" (p . V): full precision, grouped over the inner axis, over the outer axis."""
     parts = (("scores", scores_task), ("values", _values))
     return [
         Planned(part, spec, functools.partial(make, shape, spec, tuple(launches))) for part, make in parts for spec in (EXACT, INNER, OUTER)
