@@ -13,7 +13,7 @@ import pytest
 
 from tests.compile_options import QUICK_FLAGS
 
-pytest_plugins = ["tests.fixtures"]
+pytest_plugins = ["tests.fixtures", "tests.type_checker"]  # the hook that checks types expects its checker imported
 
 # XLA reads this at the first compilation. A GPU's tests are of what its compiler makes.
 if shutil.which("nvidia-smi") is None:

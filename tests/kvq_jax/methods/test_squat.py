@@ -186,7 +186,7 @@ class TestSubspace:
             return gram(rotate(inputs.q_pre, there, rope))
 
         wanted = np.mean([asked(later) for later in range(ahead)], axis=0)
-        found = np.asarray(subspace.turned(gram(inputs.q_pre), jnp.asarray(lengths), ahead, rope))
+        found = np.asarray(subspace.turned(jnp.asarray(gram(inputs.q_pre)), jnp.asarray(lengths), ahead, rope))
         np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
         for what, other in (("their own positions", gram(inputs.q_rot) * 1.5**2), ("the first of them", asked(0))):
             assert np.abs(other - wanted).max() > 0.1 * np.abs(wanted).max(), f"{what} would pass"

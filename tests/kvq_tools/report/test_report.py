@@ -189,11 +189,11 @@ def test_json_gives_back_the_report(report, tmp_path):
     assert schema.dump(other) != schema.dump(report)
 
 
-def test_the_committed_report_is_read_and_its_command_is_the_readme_s():
+def test_the_committed_report_is_read_and_its_command_is_that_of_the_docs():
     root = pathlib.Path(__file__).parents[3]
-    committed, readme = schema.read(root / "docs/report/report.json"), (root / "README.md").read_text(encoding="utf-8")
-    asked = re.search(r"^kvq report embedded (.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert asked, "README has no command of the report"
+    committed, page = schema.read(root / "docs/report/report.json"), (root / "docs/commands.md").read_text(encoding="utf-8")
+    asked = re.search(r"^kvq report embedded (.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert asked, "docs/commands.md has no command of the report"
     words = set(asked[1].replace("\\\n", " ").split())
     assert words <= set(committed.command.split()), f"{words - set(committed.command.split())} is not what the report was made with"
     assert [c.name for c in committed.caches] == re.findall(r"--cache (\S+)", asked[1])
