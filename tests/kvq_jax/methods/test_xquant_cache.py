@@ -147,5 +147,5 @@ def test_missing_parameters_are_named(spec: str):
     inputs = dataclasses.replace(
         sequences(1, SMALL, 64).window(np.zeros(1, np.int32), np.full(1, 20, np.int32), 64), x=jnp.ones((1, 64, 48))
     )
-    with pytest.raises(ValueError, match="kvq.prepare_layer or kvq_models.prepare attaches them"):
+    with pytest.raises(ValueError, match=r"kvq\.prepare_layer or kvq_models\.prepare attaches them"):
         quick_jit(decode_layer, static_argnums=0)(cache.plans[0], (), cache.layers[0], inputs, ())
