@@ -228,7 +228,7 @@ def _named(entry: dict[str, Any]) -> str:
     return f"{entry['head']}:{entry['channel']}"
 
 
-def _shares(spectrum: dict[str, float]) -> tuple[str, str]:
+def _shares(spectrum: dict[str, Any]) -> tuple[str, str]:
     return f"{spectrum['share']:.1%}", f"{spectrum['energy_share']:.1%}"
 
 
