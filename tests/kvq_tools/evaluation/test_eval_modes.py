@@ -184,6 +184,7 @@ def test_a_prompt_is_prefilled_and_not_scored(scene):
     assert prompted.kl[~after].min() > 1e-6, "what comes later reads the prompt from the cache"
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_what_cannot_be_run_is_refused(scene):
     run = functools.partial(evaluate, scene.llama, "dense", scene.ids, window=WINDOW)
     for options, message in (
@@ -209,7 +210,7 @@ def test_kl_is_that_of_float64_and_zero_for_logits_that_differ_by_a_constant():
     p, q = (np.exp(a - a.max(-1, keepdims=True)) for a in (exact.astype(np.float64), logits.astype(np.float64)))
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     wanted = (p * np.log(p / q)).sum(-1)
-    following = np.zeros((1, 5), np.int32)
+    following = jnp.zeros((1, 5), jnp.int32)
     found = np.asarray(compare(jnp.asarray(logits), jnp.asarray(exact), following).kl)
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-10)
     assert wanted[0, 4] > 1e7 * wanted[0, 1] > 0, "the case spans many magnitudes"

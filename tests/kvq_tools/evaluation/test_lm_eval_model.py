@@ -226,6 +226,7 @@ def test_sampling_is_that_of_the_task_and_follows_the_seed(paragraphs):
     assert greedy[0] not in warm
 
 
+@pytest.mark.usefixtures("types_unchecked")
 def test_mistakes_are_named():
     for arguments, line in (
         ({"cache": "int1"}, "int1"),
