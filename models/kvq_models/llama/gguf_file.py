@@ -32,7 +32,7 @@ class GgufFile:
                 raise CheckpointError(f"{str(path)!r} is not a GGUF file")
         from gguf import GGUFReader  # imported late: only GGUF files need it
 
-        with self._errors("cannot be read"):
+        with self._errors("is cut off, damaged, or holds what this reader does not know"):
             reader = GGUFReader(path)
             self.fields: Mapping[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {gguf_metadata.hf_name(t.name) or t.name: t for t in reader.tensors}
