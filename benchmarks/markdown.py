@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Iterable, Sequence
 
@@ -19,3 +20,9 @@ def head(report: Report, file: pathlib.Path, *said: str) -> list[str]:
     versions = [f"JAX {report.jax_version}", *([f"Python {report.python_version}"] if report.python_version else [])]
     made = f"`{report.command}` on {report.date}{report.device and f', device {report.device}'}; {', '.join(versions)}."
     return [f"# {report.title}", " ".join([made, *said, f"Raw numbers: [{file.name}]({file.name})."])]
+
+
+def bracket(interval: tuple[float, float], format: str) -> str:
+    """Render an interval after its mean; nothing where there is none."""
+    low, high = interval
+    return "" if math.isnan(low) else f" [{low:{format}}, {high:{format}}]"

@@ -1,4 +1,4 @@
-"""Size and quality of a dozen caches in one table: bytes of an 8B model's cache, and KL to full precision on the embedded model.
+"""Size and quality of a dozen caches in one table: bytes of an 8B model's cache, and KL to full precision on a small model.
 
 Sizes are counted from a cache's layout at the dimensions of Llama 3.1 8B, exactly. KL is measured through the real cache: tokens of the
 text go one after the other through windows and codes, as in generation, after a prompt that gives methods their statistics. Every cache has
@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,16 +19,13 @@ from jaxtyping import Int
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, header
-from kvq_models import EMBEDDED, Llama, LlamaConfig, load_llama, prepare
-from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import needs
-from kvq_tools.evaluation import Evaluation, evaluate_caches
+from benchmarks.markdown import bracket, head, table
+from benchmarks.quality.bench import Bench, Wanted, add_arguments, words_of
+from benchmarks.quality.comparison import PLAIN
+from benchmarks.quality.report import Measured
+from benchmarks.report_file import Report, header
+from kvq_models import LlamaConfig
 
-ROOT = pathlib.Path(__file__).parents[1]
-TEXT, CALIBRATION_TEXT = "kvq_tools/cli/passage.txt", "LICENSE"  # both lie in the repository
-SAMPLES = 16  # of the calibration text, each as long as a window
 CONTEXT = 32768
 CACHES = (
     "dense",
@@ -42,10 +37,10 @@ CACHES = (
     "innerq:bits=2,mode=sym",
     "kvquant:bits=3",
     "squat:bits=2",
-    "squat_pre:bits=2",
+    "squat_pre:bits=2,rank=60",
     "k=polarquant+v=kivi:bits=4",
     "xquant:bits=4",
-    "xquant_cl:bits=2,base_layer=0",
+    "xquant_cl:bits=2",
 )
 
 
@@ -55,23 +50,20 @@ class OverviewRow:
 
     stored_bits, cache_bytes and ratio are of the whole cache at the report's context: windows, scales and statistics included; ratio is
     the bytes of bf16 keys and values over these. body_share: the share of the cached tokens, over all scored positions, that were read
-    from the cache's body, where every method but `dense` quantizes. measured_bits: of a body element of the small model.
+    from the cache's body, where every method but `dense` quantizes. measured: on the small model.
     """
 
     cache: str
     stored_bits: float
     cache_bytes: int
     ratio: float
-    measured_bits: float
     body_share: float
-    kl: float
-    perplexity: float
-    agreement: float
+    measured: Measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverviewReport(Report):
-    """Rows and what they were measured on. Of each window the first `prompt` tokens are prefilled; each token is scored once."""
+    """Rows and what they were measured on. Of each window the first `prompt` tokens are prefilled, and the others scored."""
 
     sized_model: str
     context: int
@@ -79,9 +71,7 @@ class OverviewReport(Report):
     text: str
     calibration_text: str
     window: int
-    stride: int
     prompt: int
-    tokens: int
     rows: tuple[OverviewRow, ...]
 
 
@@ -101,66 +91,36 @@ def body_share(cache: str, config: LlamaConfig, window: int, positions: Int[np.n
     return float(np.mean([np.asarray(plan.regions.body(jnp.asarray(positions))).sum() / positions.sum() for plan in plans]))
 
 
-def prepared(llama: Llama, cache: str, calibration: Int[np.ndarray, " n"], length: int) -> Llama:
-    """Return the model with the parameters that the cache needs, calibrated where it must be."""
-    if not needs(kvq.parse(cache), llama.config):
-        return prepare(llama, cache)
-    print(f"{cache}: calibrating", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as work:
-        return prepare(llama, cache, calibrate(llama, calibration, cache, samples=SAMPLES, length=length, work=work))
-
-
-def _shown(items: Sequence[Any], message: str) -> Iterator[Any]:
-    for i, item in enumerate(items):
-        print(f"[{i + 1}/{len(items)}] {message}", file=sys.stderr, flush=True)
-        yield item
-
-
-def evaluations(
-    llama: Llama, text: Int[np.ndarray, " n"], calibration: Int[np.ndarray, " n"], options: argparse.Namespace
-) -> tuple[Evaluation, ...]:
-    """Measure all caches beside one exact model."""
-    candidates = [(prepared(llama, cache, calibration, options.window), cache) for cache in options.cache]
-    return evaluate_caches(
-        candidates, text, window=options.window, stride=options.window // 2, prompt=options.prompt, mode="decode", progress=_shown
-    )
-
-
-def run(options: argparse.Namespace, command: Sequence[str]) -> OverviewReport:
-    """Measure everything. ValueError where the text does not fill a window."""
-    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
-    text, calibration = (
-        np.asarray(tokenizer((ROOT / name).read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
-        for name in (TEXT, CALIBRATION_TEXT)
-    )
-    found = evaluations(llama, text, calibration, options)
-    large = llama_8b.llama_config()
+def run(options: argparse.Namespace) -> None:
+    """Measure everything that an earlier run of the same command has not, and write the report. ValueError where the text is too short."""
+    bench = Bench(options)
+    wanted = [Wanted(str(kvq.parse(cache)), other_text=False, variant=PLAIN, fake=False) for cache in options.cache]
+    bench.measure(wanted)
+    config, large = bench.model(PLAIN).config, llama_8b.llama_config()
+    positions = np.arange(options.prompt + 1, options.window)
     rows = tuple(
         OverviewRow(
             cache=cache,
             **size(cache, large, CONTEXT),
-            measured_bits=kvq.body_bits_per_element(cache, llama.config),
-            body_share=body_share(cache, llama.config, options.window, quality.position),
-            kl=quality.mean_kl,
-            perplexity=quality.perplexity,
-            agreement=quality.agreement,
+            body_share=body_share(cache, config, options.window, positions),
+            measured=bench.measured(one),
         )
-        for cache, quality in zip(options.cache, found, strict=True)
+        for cache, one in zip(options.cache, wanted, strict=True)
     )
-    return OverviewReport(
+    report = OverviewReport(
         title="Caches at a glance",
-        **header(command),
+        **header(["benchmarks.overview", *words_of(options)]),
         sized_model=llama_8b.NAME,
         context=CONTEXT,
-        measured_model="the embedded Llama, float32",
-        text=TEXT,
-        calibration_text=CALIBRATION_TEXT,
+        measured_model=f"{bench.name}, float32",
+        text=bench.texts["text"][0].name,
+        calibration_text=bench.texts["calibration_text"][0].name,
         window=options.window,
-        stride=options.window // 2,
         prompt=options.prompt,
-        tokens=found[0].tokens,
         rows=rows,
     )
+    report.write(options.json)
+    bench.clean()
 
 
 def readme_table(report: OverviewReport) -> str:
@@ -170,7 +130,7 @@ def readme_table(report: OverviewReport) -> str:
 
 
 def _readme_line(row: OverviewRow) -> tuple[str, ...]:
-    return f"`{row.cache}`", f"{row.stored_bits:.2f}", f"{row.kl:.4f}", f"{row.cache_bytes / 2**30:.2f} GiB"
+    return f"`{row.cache}`", f"{row.stored_bits:.2f}", f"{row.measured.kl:.4f}", f"{row.cache_bytes / 2**30:.2f} GiB"
 
 
 def headline(report: OverviewReport) -> str:
@@ -184,30 +144,33 @@ def headline(report: OverviewReport) -> str:
 def page(report: OverviewReport, file: pathlib.Path) -> str:
     """Render the page of the results."""
     columns = ("cache", "stored bits", "GiB", "bf16 / cache", "KL", "perplexity", "same top token", "bits there", "read from the body")
-    lines = (
-        (
-            f"`{row.cache}`",
-            f"{row.stored_bits:.3f}",
-            f"{row.cache_bytes / 2**30:.3f}",
-            f"{row.ratio:.2f}",
-            f"{row.kl:.5f}",
-            f"{row.perplexity:.3f}",
-            f"{row.agreement:.2%}",
-            f"{row.measured_bits:.2f}",
-            f"{row.body_share:.0%}",
-        )
-        for row in report.rows
-    )
+    measured = report.rows[0].measured
     said = (
         f"Stored bits of an element, bytes and their ratio to bf16 are of a whole cache of {report.sized_model} at {report.context} "
         "tokens: windows, scales and statistics included, counted from its layout. KL to full precision, perplexity and the share of equal "
-        f"likeliest tokens are means of {report.tokens} tokens of {report.text}, read through the real cache of {report.measured_model}: "
-        f"windows of {report.window} tokens by {report.stride}, of each the first {report.prompt} prefilled and the others decoded one "
-        "after the other. Bits there are those of a body element of that smaller model, where fewer elements share a scale. The last "
-        "column is the share of the tokens before a scored one that lay in the cache's body, which all but `dense` quantize. Each cache "
-        f"has its method's default windows; `kvquant` is calibrated on {report.calibration_text}."
+        f"likeliest tokens are means of {measured.tokens} tokens of {report.text}, read through the real cache of {report.measured_model}: "
+        f"{len(measured.window_kl)} windows of {report.window} tokens, of each the first {report.prompt} prefilled and the others decoded "
+        "one after the other; brackets hold 95 % bootstrap intervals over the windows. Bits there are those of a body element of that "
+        "smaller model, where fewer elements share a scale. The last column is the share of the tokens before a scored one that lay in the "
+        "cache's body, which all but `dense` quantize. Each cache has its method's default windows; `kvquant` is calibrated on "
+        f"{report.calibration_text}."
     )
-    return "\n\n".join([*head(report, file, said), table(columns, lines)])
+    return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows))])
+
+
+def _line(row: OverviewRow) -> tuple[str, ...]:
+    quality = row.measured
+    return (
+        f"`{row.cache}`",
+        f"{row.stored_bits:.3f}",
+        f"{row.cache_bytes / 2**30:.3f}",
+        f"{row.ratio:.2f}",
+        f"{quality.kl:.5f}{bracket(quality.kl_interval, '.5f')}",
+        f"{quality.perplexity:.3f}{bracket(quality.perplexity_interval, '.2f')}",
+        f"{quality.agreement:.2%}",
+        f"{quality.stored_bits:.2f}",
+        f"{row.body_share:.0%}",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -216,16 +179,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
+    add_arguments(parser)
     parser.add_argument("--cache", metavar="SPEC", nargs="+", default=CACHES, help="caches to measure")
-    parser.add_argument("--window", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a window that are a prompt, and not scored")
     options = parser.parse_args(argv)
     try:
-        report = run(options, ("benchmarks.overview", *arguments(argv)))
-    except ValueError as error:
+        run(options)
+    except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
-    report.write(options.json)
     print(options.json)
 
 

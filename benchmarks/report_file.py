@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 import types
 import typing
@@ -52,7 +53,7 @@ class Report:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
         """Read a file that this class wrote. TypeError where its fields are not those of the class."""
-        return _value(cls, json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
+        return from_json(cls, json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
 
 
 class Header(TypedDict):
@@ -80,6 +81,18 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+@functools.cache
+def commit() -> str:
+    """Return the short name of the commit that is checked out, with "+" where files differ from it; "" outside a checkout."""
+    git = ["git", "-C", str(pathlib.Path(__file__).parent)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return name + "+" * bool(changed)
+
+
 def arguments(argv: Sequence[str] | None) -> Sequence[str]:
     """Return the command's arguments as `main(argv)` takes them."""
     return sys.argv[1:] if argv is None else argv
@@ -88,16 +101,16 @@ def arguments(argv: Sequence[str] | None) -> Sequence[str]:
 _kinds = functools.cache(typing.get_type_hints)
 
 
-def _value(kind: Any, given: Any) -> Any:
-    """Build a value of an annotated type from what JSON made of it."""
+def from_json(kind: Any, given: Any) -> Any:
+    """Build a value of an annotated type (a report, a row) from what JSON made of it. TypeError where the fields differ."""
     if dataclasses.is_dataclass(kind):
         kinds = _kinds(kind)
-        return typing.cast(Any, kind)(**{name: _value(kinds.get(name), found) for name, found in given.items() if name != DERIVED})
+        return typing.cast(Any, kind)(**{name: from_json(kinds.get(name), found) for name, found in given.items() if name != DERIVED})
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, list):
-        return origin(_value(parts[0], item) for item in given)
+        return origin(from_json(parts[0], item) for item in given)
     if origin is dict:
-        return {name: _value(parts[1], item) for name, item in given.items()}
+        return {name: from_json(parts[1], item) for name, item in given.items()}
     if origin in (types.UnionType, typing.Union) and given is not None:
-        return _value(next(part for part in parts if part is not type(None)), given)
+        return from_json(next(part for part in parts if part is not type(None)), given)
     return given

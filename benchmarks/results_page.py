@@ -49,7 +49,7 @@ def _always(subject: str) -> Callable[[Any], str]:
 
 
 KINDS = (
-    Kind("overview", OverviewReport, overview.page, _always("bytes of an 8B model's cache, KL to full precision on the embedded model")),
+    Kind("overview", OverviewReport, overview.page, _always("bytes of an 8B model's cache, KL to full precision on a small model")),
     Kind("instructions", machine_code.Instructions, machine_code.page, _always("machine instructions for each cached element")),
     Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
     Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),

@@ -5,51 +5,94 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
+import json
 import pathlib
+import shutil
 import sys
-import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.comparison import PLAIN, VARIANTS, Entry, Suite
+from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
+from benchmarks.quality.journal import Journal
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
-from benchmarks.report_file import header
+from benchmarks.report_file import commit, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_models import EMBEDDED, Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
-from kvq_models.calibration.needs import needs
-from kvq_tools.evaluation import measure
+from kvq_models.calibration.needs import fingerprint, needs
+from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.stress import stressed
+
+TEXTS = "text", "calibration_text", "other_calibration_text"
+SIZES = "windows", "window", "prompt", "samples", "length"
+TOGETHER = 4  # caches that are compared with one run of the full-precision model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that a `Bench` reads."""
+    parser.add_argument("--model", metavar="PATH", type=pathlib.Path, default=EMBEDDED, help="a directory or GGUF file (default: embedded)")
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that is scored")
+    parser.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="the calibration text")
+    parser.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, help="another such text, where a table compares two")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
+    parser.add_argument("--windows", type=int, default=12, help="windows of the text; intervals are over them")
+    parser.add_argument("--window", type=int, default=768, help="tokens of a window")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a window that are a prompt, and not scored")
+    parser.add_argument("--samples", type=int, default=16, help="calibration samples")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a calibration sample")
+    parser.add_argument("--work", metavar="DIR", type=pathlib.Path, help="keep calibration samples here, for other runs (default: no)")
+
+
+class Wanted(NamedTuple):
+    """One cache to measure: its spec as text, whether it is calibrated on the other text, the model's variant, and how it is run."""
+
+    cache: str
+    other_text: bool
+    variant: str
+    fake: bool
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self)
 
 
 class Bench:
-    """The model, its variants and texts. What was calibrated and measured once is not done again."""
+    """The model, its variants and texts, and what was calibrated and measured so far; neither is done again."""
 
-    def __init__(self, options: argparse.Namespace, work: pathlib.Path):
+    def __init__(self, options: argparse.Namespace):
         plain, self.tokenizer = load_llama(options.model, dtype="float32")
         self.variants: dict[str, Llama] = {PLAIN: plain}
         self.name = "the embedded Llama" if options.model == EMBEDDED else f"{options.model.name}, {_heads(plain)}"
-        self.options, self.work = options, work
-        self.calibrated: dict[tuple[str, bool, str], Llama] = {}
-        self.measured: dict[tuple[str, bool, str], Measured] = {}
-        self.texts = {name: self._read(getattr(options, name)) for name in ("text", "calibration_text", "other_calibration_text")}
+        self.options = options
+        self.work = options.work or options.json.with_name(f"{options.json.stem}.unfinished")
+        self.texts = {name: self._read(getattr(options, name)) for name in TEXTS if getattr(options, name)}
+        self.rows = self._windows()
+        texts = {name: text.sha256 for name, (text, _) in self.texts.items()}
+        sizes = {name: getattr(options, name) for name in SIZES}
+        self.journal = Journal(self.work / f"{options.json.stem}.jsonl", {"model": fingerprint(plain), **texts, **sizes})
 
     def _read(self, path: pathlib.Path) -> tuple[Text, np.ndarray]:
         text = path.read_text(encoding="utf-8")
         ids = np.asarray(self.tokenizer(text, verbose=False).input_ids, np.int32)
         return Text(path.name, hashlib.sha256(text.encode()).hexdigest(), len(ids)), ids
 
-    def rows(self) -> Int[Array, "B T"]:
-        """Return windows of the text, equally spaced, each after the token that opens every text."""
-        ids, width = self.texts["text"][1], self.options.window - 1
-        if len(ids) < self.options.windows * width:
+    def _windows(self) -> Int[Array, "B T"]:
+        """Return windows of the text, equally spaced, each after the token that opens every text, if the tokenizer has one."""
+        ids, opened = self.texts["text"][1], 0
+        if len(ids) and ids[0] == self.tokenizer.bos_token_id:
+            opened = 1
+        width = self.options.window - opened
+        if len(ids) < self.options.windows * width + opened:
             raise ValueError(f"{self.options.text} has {len(ids)} tokens, fewer than {self.options.windows} windows of {width}")
-        starts = np.linspace(1, len(ids) - width, self.options.windows).astype(int)
-        windows = np.stack([np.concatenate([ids[:1], ids[s : s + width]]) for s in starts])
-        return jnp.asarray(windows)
+        starts = np.linspace(opened, len(ids) - width, self.options.windows).astype(int)
+        return jnp.asarray(np.stack([np.concatenate([ids[:opened], ids[s : s + width]]) for s in starts]))
 
     def model(self, variant: str) -> Llama:
         if variant not in self.variants:
@@ -58,68 +101,115 @@ class Bench:
             self.variants[variant] = stressed(self.variants[PLAIN], stress)
         return self.variants[variant]
 
-    def prepared(self, spec: kvq.CacheSpec, other_text: bool, variant: str) -> Llama:
+    def prepared(self, wanted: Wanted) -> Llama:
         """Return the variant with the parameters that the cache needs."""
-        llama = self.model(variant)
+        llama, spec = self.model(wanted.variant), kvq.parse(wanted.cache)
         if not needs(spec, llama.config):
             return prepare(llama, spec)
-        key = str(spec), other_text, variant
-        if key not in self.calibrated:
-            name = "other_calibration_text" if other_text else "calibration_text"
-            sizes = {"samples": self.options.samples, "length": self.options.length}
-            work = self.work / variant.replace(" ", "_") / name
-            found = calibrate(llama, self.texts[name][1], spec, work=work, text=self.texts[name][0].name, **sizes)
-            self.calibrated[key] = prepare(llama, spec, found)
-        return self.calibrated[key]
+        name = "other_calibration_text" if wanted.other_text else "calibration_text"
+        sizes = {"samples": self.options.samples, "length": self.options.length}
+        work = self.work / wanted.variant.replace(" ", "_") / name
+        print(f"{wanted.cache}: calibrating on {self.texts[name][0].name}", file=sys.stderr, flush=True)
+        calibration = calibrate(llama, self.texts[name][1], spec, work=work, text=self.texts[name][0].name, **sizes)
+        return prepare(llama, spec, calibration)
 
-    def measure(self, entry: Entry, variant: str) -> Measured:
-        spec = kvq.parse(entry.cache)
-        key = str(spec), entry.other_text, variant
-        if key not in self.measured:
-            llama, window = self.prepared(spec, entry.other_text, variant), self.options.window
-            self.measured[key] = Measured(
-                stored_bits=kvq.body_bits_per_element(spec, llama.config),
-                paper_bits=paper_bits(spec, llama.config, window),
-                outlier_fraction=kvq.outlier_fraction(spec, llama.config),
-                cache_bytes=kvq.nbytes(kvq.layout(spec, llama.config, 1, window, "bfloat16")),
-                **dataclasses.asdict(measure(llama, spec, self.rows(), self.options.prompt)),
-            )
-        return self.measured[key]
+    def measure(self, wanted: Iterable[Wanted]) -> None:
+        """Measure what the journal does not hold, a line of progress for each cache."""
+        wanted = list(dict.fromkeys(wanted))
+        missing = [one for one in wanted if one.key not in self.journal.rows]
+        print(f"{len(wanted)} caches, {len(wanted) - len(missing)} of them measured before", file=sys.stderr, flush=True)
+        for _, alike in itertools.groupby(sorted(missing, key=_run_alike), key=_run_alike):
+            remaining = list(alike)
+            for at in range(0, len(remaining), TOGETHER):
+                self._measure_together(remaining[at : at + TOGETHER])
+
+    def _measure_together(self, wanted: Sequence[Wanted]) -> None:
+        """Measure caches of one variant that are run alike, beside one full-precision model; their rows go into the journal."""
+        models = [self.prepared(one) for one in wanted]
+        candidates = [(model, one.cache) for model, one in zip(models, wanted, strict=True)]
+        mode = "fake" if wanted[0].fake else "decode"
+        found = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
+        for model, one, quality in zip(models, wanted, found, strict=True):
+            measured = _measured(one, model, quality, self.options.window)
+            self.journal.add(one.key, dataclasses.asdict(measured))
+            print(_progress(one, measured), file=sys.stderr, flush=True)
+        jax.clear_caches()  # programs of other caches are not needed again
+
+    def measured(self, wanted: Wanted) -> Measured:
+        return from_json(Measured, self.journal.rows[wanted.key])
+
+    def clean(self) -> None:
+        """Delete what an interrupted run needs to go on: this one is complete."""
+        self.journal.delete()
+        if self.options.work is None:
+            shutil.rmtree(self.work)
 
 
-def run(suite: Suite, options: argparse.Namespace) -> QualityReport:
-    """Measure everything; a line of progress for each row."""
+def run(suite: Suite, options: argparse.Namespace) -> None:
+    """Measure everything that an earlier run of the same command has not, write the report, and delete what only unfinished runs need."""
     chosen = [c for c in suite.comparisons if options.only is None or options.only in c.title]
-    rows: list[QualityRow] = []
-    with tempfile.TemporaryDirectory() as work:
-        bench = Bench(options, pathlib.Path(work))
-        bench.rows()  # refuses a short text before the first minutes are spent
-        for comparison in chosen:
-            for variant in VARIANTS if comparison.stressed else (PLAIN,):
-                for entry in comparison.entries:
-                    found = bench.measure(entry, variant)
-                    fields = {**dataclasses.asdict(entry), **dataclasses.asdict(found)}
-                    rows.append(QualityRow(table=comparison.title, variant=variant, **fields))
-                    _print_row(rows[-1])
-        return QualityReport(
-            title=suite.title,
-            **header(_command(options)),
-            model=f"{bench.name}, float32",
-            window=options.window,
-            prompt=options.prompt,
-            samples=options.samples,
-            sample_length=options.length,
-            heads={c.title: c.heads for c in chosen},
-            rows=tuple(rows),
-            text=bench.texts["text"][0],
-            calibration_text=bench.texts["calibration_text"][0],
-            other_calibration_text=bench.texts["other_calibration_text"][0],
-        )
+    if options.other_calibration_text is None and any(entry.other_text for c in chosen for entry in c.entries):
+        raise ValueError("a table of this suite compares calibration texts: give --other-calibration-text")
+    bench = Bench(options)
+    places = [place for comparison in chosen for place in _places(comparison, options.stressed)]
+    bench.measure(w for _, _, w in places)
+    rows = []
+    for comparison, entry, w in places:
+        fields = {**dataclasses.asdict(entry), **dataclasses.asdict(bench.measured(w))}
+        rows.append(QualityRow(table=comparison.title, variant=w.variant, fake=w.fake, **fields))
+    report = QualityReport(
+        title=suite.title,
+        **header(_command(options)),
+        model=f"{bench.name}, float32",
+        windows=options.windows,
+        window=options.window,
+        prompt=options.prompt,
+        samples=options.samples,
+        sample_length=options.length,
+        heads={c.title: c.heads for c in chosen},
+        against={c.title: c.against for c in chosen if c.against},
+        rows=tuple(rows),
+        text=bench.texts["text"][0],
+        calibration_text=bench.texts["calibration_text"][0],
+        other_calibration_text=bench.texts.get("other_calibration_text", (None,))[0],
+    )
+    report.write(options.json)
+    bench.clean()
 
 
-def _print_row(row: QualityRow) -> None:
-    label = " ".join(filter(None, (*row.cells, row.column)))
-    print(f"{row.variant:15s} {label:45s} perplexity {row.perplexity:9.3f}  KL {row.kl:.5f}", file=sys.stderr, flush=True)
+def _places(comparison: Comparison, with_variants: bool) -> Iterator[tuple[Comparison, Entry, Wanted]]:
+    """Yield what has to be measured for each entry of a table."""
+    for variant in VARIANTS if comparison.stressed and with_variants else (PLAIN,):
+        for entry, fake in itertools.product(comparison.entries, (False, True) if comparison.fake else (False,)):
+            yield comparison, entry, Wanted(str(kvq.parse(entry.cache)), entry.other_text, variant, fake)
+
+
+def _run_alike(wanted: Wanted) -> tuple[int, bool]:
+    return list(VARIANTS).index(wanted.variant), wanted.fake
+
+
+def _measured(wanted: Wanted, llama: Llama, quality: RowQuality, window: int) -> Measured:
+    spec = kvq.parse(wanted.cache)
+    return Measured(
+        stored_bits=kvq.body_bits_per_element(spec, llama.config),
+        paper_bits=paper_bits(spec, llama.config, window),
+        outlier_fraction=kvq.outlier_fraction(spec, llama.config),
+        dropped=quality.dropped,
+        cache_bytes=kvq.nbytes(kvq.layout(spec, llama.config, 1, window, "bfloat16")),
+        tokens=len(quality.kl) * quality.tokens,
+        nats=float(quality.nats.mean()),
+        kl=float(quality.kl.mean()),
+        agreement=float(quality.agreement.mean()),
+        window_nats=tuple(quality.nats.tolist()),
+        window_kl=tuple(quality.kl.tolist()),
+        commit=commit(),
+    )
+
+
+def _progress(wanted: Wanted, measured: Measured) -> str:
+    """Render the line that is shown when a cache was measured."""
+    run = f"{wanted.variant}{', fake' if wanted.fake else ''}"
+    return f"{run:15s} {wanted.cache:60s} perplexity {measured.perplexity:9.3f}  KL {measured.kl:.5f}"
 
 
 def _heads(llama: Llama) -> str:
@@ -127,9 +217,13 @@ def _heads(llama: Llama) -> str:
     return f"{config.num_hidden_layers} layers, {config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads"
 
 
+def words_of(options: argparse.Namespace) -> list[str]:
+    """Return the command's words for the arguments of `add_arguments`; files by their names, which tell nothing of a machine."""
+    given = {name.replace("_", "-"): getattr(options, name) for name in ("model", *TEXTS, *SIZES, "json")}
+    if options.model == EMBEDDED:
+        del given["model"]
+    return [f"--{name} {getattr(value, 'name', value)}" for name, value in given.items() if value is not None]
+
+
 def _command(options: argparse.Namespace) -> list[str]:
-    """Return the words of the command line, files by their names."""
-    texts = (f"--{name.replace('_', '-')} {getattr(options, name).name}" for name in ("text", "calibration_text", "other_calibration_text"))
-    sizes = (f"--{name} {getattr(options, name)}" for name in ("windows", "window", "prompt", "samples", "length"))
-    model = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
-    return ["benchmarks.quality", options.suite, *model, *texts, *sizes, f"--json {options.json.name}"]
+    return ["benchmarks.quality", options.suite, *words_of(options), *(["--stressed"] if options.stressed else [])]

@@ -29,12 +29,16 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A table. heads name the cells. With `stressed` it is run on all variants of the model, else on the model as it is."""
+    """A table. heads name the cells. against: the cells of the line that the others are compared with, or (). With `stressed` it is run on
+    all variants of the model where a run asks for them, else on the model as it is. With `fake` every token is quantized in one pass as
+    well (`kvq eval --mode fake`), as the paper's own simulation does."""
 
     title: str
     heads: tuple[str, ...]
     entries: tuple[Entry, ...]
+    against: tuple[str, ...] = ()
     stressed: bool = False
+    fake: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +49,15 @@ class Suite:
     comparisons: tuple[Comparison, ...]
 
 
-def listed(title: str, named: Iterable[tuple[str, str]], stressed: bool = False) -> Comparison:
-    """A table whose lines are named by one cell; a line that is given again is left out."""
-    return Comparison(title, ("cache",), tuple(Entry((name,), cache) for name, cache in dict.fromkeys(named)), stressed)
+def listed(title: str, named: Iterable[tuple[str, str]], against: str = "", *, stressed: bool = False, fake: bool = False) -> Comparison:
+    """Return a table whose lines are named by one cell; a line that is given again is left out. against: the name of the line that the
+    others are compared with."""
+    entries = tuple(Entry((name,), cache) for name, cache in dict.fromkeys(named))
+    return Comparison(title, ("cache",), entries, (against,) if against else (), stressed, fake)
 
 
 def swept(title: str, head: str, lines: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> Comparison:
-    """A grid: for each line, (column, cache) pairs. On all variants."""
+    """Return a grid: for each line, (column, cache) pairs. On all variants."""
 
     def entries() -> Iterator[Entry]:
         for name, cells in lines:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from benchmarks.markdown import head, table
+from benchmarks.markdown import bracket, head, table
 from benchmarks.quality.comparison import PLAIN, VARIANTS
 from benchmarks.quality.report import QualityReport, QualityRow
 
-LISTED = ("spec", "stored bits", "the paper's count", "perplexity", "KL to exact", "same top token")
+NO_ERROR = 1e-6  # a KL below this is rounding
 SIZES = ("spec", "stored bits", "cache KiB")
 
 
@@ -33,17 +34,27 @@ def _said(report: QualityReport) -> list[str]:
         said.append(f"The first {report.prompt} tokens of a window are a prompt and not scored.")
     said.append(
         "Stored bits are of a body element, windows left out; the KVQuant paper's count, where it has a rule, is for a context of "
-        f"{report.window} tokens. Cache KiB are of one window, exact tokens in bfloat16."
+        f"{report.window} tokens. Cache KiB are of one window, full-precision tokens in bfloat16. KL is to the full-precision model."
     )
+    if report.rows[0].window_kl:
+        said.append(
+            f"Brackets hold 95 % intervals: bootstrap over the {len(report.rows[0].window_kl)} windows, the ratios of two caches with the "
+            "same draws."
+        )
+    if any(row.fake for row in report.rows):
+        said.append("Fake: every token is quantized in one pass over the window, without windows and without a cache.")
+    if commits := report.commits():
+        said.append(f"Code: {', '.join(commits)}.")
     if stresses := [f"{v}: {s}" for v, s in _stresses().items() if any(row.variant == v for row in report.rows)]:
         said.append(
             "Beside the model as it is stand variants with the same exact outputs, made as `kvq stress` makes them: "
             f"{'; '.join(stresses)}. Their cells, and those of grids, are perplexity (KL to exact)."
         )
+    other = report.other_calibration_text
     if any(row.outlier_fraction for row in report.rows):
         said.append(
-            f"Calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}; the other text is "
-            f"{report.other_calibration_text.name}. With a KV width of 128, 1 % of outliers is 2 values of a token, 1.56 %."
+            f"Calibrated on {report.samples} samples of {report.sample_length} tokens of {report.calibration_text.name}"
+            f"{'' if other is None else f'; the other text is {other.name}'}."
         )
     return said
 
@@ -63,14 +74,42 @@ def _tables(report: QualityReport, title: str) -> list[str]:
     if any(row.column for row in rows):
         return [_grid(heads, [row for row in rows if row.variant == variant], variant) for variant in variants]
     if variants == [PLAIN]:
-        return [table((*heads, *LISTED), map(_listed, rows))]
+        return [_list(report, title, rows)]
     return [table((*heads, *SIZES, *variants), _side_by_side(rows, variants))]
 
 
-def _listed(row: QualityRow) -> tuple[str, ...]:
-    counted = "" if row.paper_bits is None else f"{row.paper_bits:.2f}"
-    measured = f"{row.perplexity:.3f}", f"{row.kl:.5f}", f"{row.agreement:.2%}"
-    return (*row.cells, f"`{row.cache}`", f"{row.stored_bits:.2f}", counted, *measured)
+Column = tuple[str, Callable[[QualityRow], str]]
+
+
+def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
+    """Render a line for each cache, with the columns that some line fills."""
+    columns: list[Column] = [
+        ("spec", lambda row: f"`{row.cache}`"),
+        ("stored bits", lambda row: f"{row.stored_bits:.2f}"),
+        ("the paper's count", lambda row: "" if row.paper_bits is None else f"{row.paper_bits:.2f}"),
+        ("KL", lambda row: f"{row.kl:.5f}{bracket(row.kl_interval, '.5f')}"),
+    ]
+    against = next((row for row in rows if row.cells == report.against.get(title)), None)
+    if against is not None:
+        columns.append((f"over that of {against.cells[0]}", lambda row: _ratio(row, against)))
+    fake = {row.cells: row for row in report.of(title, fake=True)}
+    columns += [
+        ("KL, fake", lambda row: f"{fake[row.cells].kl:.5f}" if row.cells in fake else ""),
+        ("perplexity", lambda row: f"{row.perplexity:.3f}{bracket(row.perplexity_interval, '.2f')}"),
+        ("same top token", lambda row: f"{row.agreement:.2%}"),
+        ("outliers dropped", lambda row: "" if row.dropped is None else f"{row.dropped:.1%}"),
+    ]
+    filled = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
+    lines = ((*row.cells, *(cell(row) for _, cell in filled)) for row in rows)
+    return table((*report.heads[title], *(name for name, _ in filled)), lines)
+
+
+def _ratio(row: QualityRow, against: QualityRow) -> str:
+    """Render this KL over another cache's, with its interval; nothing for that cache itself and for caches without an error."""
+    interval = row.kl_ratio(against)
+    if row.cells == against.cells or math.isnan(interval.low) or row.kl < NO_ERROR:
+        return ""
+    return f"{row.kl / against.kl:.2f}{bracket(interval, '.2f')}"
 
 
 def _side_by_side(rows: list[QualityRow], variants: list[str]) -> Iterable[tuple[str, ...]]:

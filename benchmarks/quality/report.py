@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from benchmarks.quality.comparison import PLAIN
+from benchmarks.quality.intervals import Interval, mean_interval, ratio_interval
 from benchmarks.report_file import Report
+from kvq_tools.evaluation.results import exp
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """The numbers of one cache on one variant of the model. Bits are of a body element: as stored, and by the KVQuant paper's rule (None
-    where it says nothing). cache_bytes are those of one window, exact tokens included."""
+    where it says nothing). cache_bytes are those of one window, full-precision tokens included. dropped: the share of outliers without a
+    slot, None where there are none. window_nats, window_kl: the means of each window, in the text's order; nats and kl are theirs. commit:
+    the state of the code that measured it."""
 
     stored_bits: float
     paper_bits: float | None
@@ -22,15 +25,31 @@ class Measured:
     nats: float
     kl: float
     agreement: float
+    dropped: float | None = None
+    window_nats: tuple[float, ...] = ()
+    window_kl: tuple[float, ...] = ()
+    commit: str = ""
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats)
+        return exp(self.nats)
+
+    @property
+    def kl_interval(self) -> Interval:
+        return mean_interval(self.window_kl)
+
+    @property
+    def perplexity_interval(self) -> Interval:
+        return Interval(*map(exp, mean_interval(self.window_nats)))
+
+    def kl_ratio(self, other: Measured) -> Interval:
+        """Return the interval of this KL over another cache's on the same windows."""
+        return ratio_interval(self.window_kl, other.window_kl)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QualityRow(Measured):
-    """The numbers of one cache, with its place in a table."""
+    """The numbers of one cache, with its place in a table. fake: every token was quantized, in one pass without a cache."""
 
     table: str
     cells: tuple[str, ...]
@@ -38,6 +57,7 @@ class QualityRow(Measured):
     cache: str
     other_text: bool
     variant: str
+    fake: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +71,27 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QualityReport(Report):
-    """Rows and what they were measured on. heads name the cells of each table's lines."""
+    """Rows and what they were measured on. heads name the cells of each table's lines; against: the cells of the line that the others of
+    a table are compared with."""
 
     model: str
+    windows: int = 0
     window: int
     prompt: int
     samples: int
     sample_length: int
     text: Text
     calibration_text: Text
-    other_calibration_text: Text
+    other_calibration_text: Text | None
     heads: dict[str, tuple[str, ...]]
+    against: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     rows: tuple[QualityRow, ...]
 
-    def of(self, table: str) -> list[QualityRow]:
-        return [row for row in self.rows if row.table == table]
+    def of(self, table: str, *, fake: bool = False) -> list[QualityRow]:
+        return [row for row in self.rows if row.table == table and row.fake == fake]
+
+    def commits(self) -> list[str]:
+        return sorted({row.commit for row in self.rows if row.commit})
 
     def variants(self, table: str) -> list[str]:
         return list(dict.fromkeys(row.variant for row in self.of(table))) or [PLAIN]

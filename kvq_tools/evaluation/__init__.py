@@ -10,11 +10,22 @@ forward.py   the model without a cache: the full-precision reference, and the si
 through.py   one cache in one of the three modes, a slice of positions at a time
 compare.py   two distributions: -log p, KL, top-1 agreement
 results.py   numbers of a text from those of its tokens
-run.py       `evaluate`, `evaluate_caches`, `measure`
+run.py       `evaluate`, `evaluate_caches`, `measure`, `measure_rows`
 """
 
 from kvq_tools.evaluation.results import Bucket, Evaluation, Quality
-from kvq_tools.evaluation.run import evaluate, evaluate_caches, measure
+from kvq_tools.evaluation.run import RowQuality, evaluate, evaluate_caches, measure, measure_rows
 from kvq_tools.evaluation.text import TokenizedText, tokenize
 
-__all__ = ["Bucket", "Evaluation", "Quality", "TokenizedText", "evaluate", "evaluate_caches", "measure", "tokenize"]
+__all__ = [
+    "Bucket",
+    "Evaluation",
+    "Quality",
+    "RowQuality",
+    "TokenizedText",
+    "evaluate",
+    "evaluate_caches",
+    "measure",
+    "measure_rows",
+    "tokenize",
+]

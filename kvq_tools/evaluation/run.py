@@ -1,14 +1,16 @@
-"""Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full precision, or rows of tokens (`measure`)."""
+"""Evaluate a text through one cache (`evaluate`) or several (`evaluate_caches`) against full precision, or rows of tokens
+(`measure`, `measure_rows`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+import kvq_jax as kvq
 from kvq_jax.array_types import Integers
 from kvq_jax.cache.cache import layout
 from kvq_jax.cache.spec import CacheSpec, parse
@@ -140,23 +142,65 @@ def check_request(
     return Settings(window, stride, mode, batch, chunk, prompt, step)
 
 
-def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int = 0) -> Quality:
-    """Score rows of tokens, one step after the other; the first `prompt` tokens of each are prefilled and not scored. `llama` carries the
-    method's parameters, if it has any.
+class RowQuality(NamedTuple):
+    """Means over the scored tokens of each row, and the outliers that found no slot.
 
-    A method with prompt statistics (a key norm, a query subspace) has none without a prompt. ValueError where the rows do not fit the
-    vocabulary, or the prompt leaves fewer than two tokens.
+    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: of all rows' caches at the end, the share of
+    outliers without a slot; None where the cache stores no outliers or is not run (`fake`).
+    """
+
+    tokens: int
+    nats: Float[np.ndarray, "R"]
+    kl: Float[np.ndarray, "R"]
+    agreement: Float[np.ndarray, "R"]
+    dropped: float | None
+
+
+def measure_rows(
+    candidates: Sequence[Candidate],
+    rows: Int[Array, "R T"],
+    *,
+    prompt: int = 0,
+    mode: Mode = "decode",
+    batch: int = BATCH,
+    progress: Progress[Any] | None = None,
+) -> tuple[RowQuality, ...]:
+    """Score rows of tokens through each cache, row by row; all caches are compared with one full-precision model.
+
+    The first `prompt` tokens of a row are not scored; in mode `decode` they are prefilled. Otherwise the arguments are those of
+    `evaluate_caches`. A method with prompt statistics (a key norm, a query subspace) has none without a prompt. ValueError where the rows
+    do not fit the vocabulary, or the prompt leaves fewer than two tokens.
     """
     tokens = np.asarray(rows, np.int32)
-    batch, length = tokens.shape
-    if not 0 <= tokens.min() <= tokens.max() < llama.config.vocab_size:
-        raise ValueError(f"token ids must be between 0 and {llama.config.vocab_size - 1}")
+    count, length = tokens.shape
+    vocabulary = candidates[0][0].config.vocab_size
+    if not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError(f"token ids must be between 0 and {vocabulary - 1}")
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
-    settings = Settings(length, length, "decode", batch, CHUNK, prompt, STEP)
-    _, (terms,) = _run([(llama, spec)], tokens, np.full(batch, length, np.int32), settings, None)
-    nats, kl, agreement = (float(term[:, prompt + 1 :].mean(dtype=np.float64)) for term in terms)
-    return Quality(batch * (length - prompt - 1), nats, kl, agreement)
+    settings = Settings(length, length, mode, batch, CHUNK, prompt if mode == "decode" else 0, STEP)
+    outliers = [[0, 0] for _ in candidates]  # dropped, kept
+
+    def count_outliers(through: Sequence[Through], fresh: int) -> None:
+        for counts, run in zip(outliers, through, strict=True):
+            if mode != "fake":
+                dropped, kept = kvq.dropped_outliers(kvq.select_rows(run.cache, np.arange(fresh)))
+                counts[:] = counts[0] + dropped, counts[1] + kept
+
+    _, compared = _run(candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers)
+    scored = length - prompt - 1
+    shares = (dropped / (dropped + kept) if dropped + kept else None for dropped, kept in outliers)
+    qualities = []
+    for terms, share in zip(compared, shares, strict=True):
+        nats, kl, agreement = (term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms)
+        qualities.append(RowQuality(scored, nats, kl, agreement, share))
+    return tuple(qualities)
+
+
+def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int = 0) -> Quality:
+    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with its arguments and errors."""
+    (terms,) = measure_rows([(llama, spec)], rows, prompt=prompt, batch=len(rows))
+    return Quality(len(rows) * terms.tokens, *(float(term.mean()) for term in (terms.nats, terms.kl, terms.agreement)))
 
 
 def _run(
@@ -165,9 +209,11 @@ def _run(
     lengths: Int[np.ndarray, "R"],
     settings: Settings,
     progress: Progress[Any] | None,
+    at_end: Callable[[Sequence[Through], int], None] | None = None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
     """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of
-    row r, predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified."""
+    row r, predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified. `at_end` is
+    called after each batch with what ran and the number of its rows that are not repetitions."""
     count, width = rows.shape
     size = min(settings.batch, count)
     batches = -(-count // size)
@@ -192,6 +238,8 @@ def _run(
         for cache, terms in zip(through, compared, strict=True):
             for whole, term in zip(terms, cache(part, logits), strict=True):
                 whole[here, predicted] = term
+        if at_end is not None and part is parts[-1]:
+            at_end(through, min(size, count - number * size))
     return exact[:count, :width], [tuple(term[:count, :width] for term in terms) for terms in compared]
 
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import itertools
 import pathlib
 
+import numpy as np
 import pytest
 
 import kvq_jax as kvq
 import kvq_tools.cli
 from benchmarks import results_page
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import windows_figure
+from benchmarks.quality import bench, windows_figure
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Suite, listed, swept
 from benchmarks.quality.report import QualityReport, QualityRow
+from kvq_tools.evaluation import measure_rows
 
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
 TEXTS = [f"--{name}={PASSAGE}" for name in ("text", "calibration-text", "other-calibration-text")]
-SIZES = ["--windows=2", "--window=96", "--samples=2", "--length=128"]
+SIZES = ["--windows=3", "--window=96", "--prompt=0", "--samples=2", "--length=128"]
 SUITE = Suite(
     "A title",
     (
         listed("A", [("exact", "dense"), ("two bits", "kvquant:bits=2"), ("a scale for a token", "int4")], stressed=True),
-        listed("B", [("again", "kvquant:bits=2")]),
+        listed("B", [("again", "kvquant:bits=2"), ("a scale for a token", "int4")], "again", fake=True),
         swept("C", "w_recent", [("KIVI", [(str(n), f"kivi:recent={n},block=32") for n in (0, 32)])]),
     ),
 )
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(quality.SUITES, "innerq", lambda: SUITE)
-        quality.main(["innerq", *TEXTS, *SIZES, f"--json={folder / windows_figure.FILE}"])
+        quality.main(["innerq", *TEXTS, *SIZES, "--stressed", f"--json={folder / windows_figure.FILE}"])
     return folder
 
 
@@ -55,7 +57,61 @@ def test_a_run_calibrates_and_measures(report):
     assert again.kl == coded.kl
     assert coded.outlier_fraction == 2 / 128
     assert coded.cache_bytes < exact.cache_bytes
+    assert coded.dropped is not None
+    assert 0 < coded.dropped < 1
+    assert exact.dropped is None
     assert str(PASSAGE.parent) not in report.command, "a result names files, not a machine's folders"
+
+
+def test_means_are_those_of_the_windows_and_lie_in_their_intervals(report):
+    for row in report.rows:
+        assert len(row.window_kl) == len(row.window_nats) == 3
+        assert row.kl == pytest.approx(np.mean(row.window_kl), rel=1e-6)
+        assert row.kl_interval.low <= row.kl <= row.kl_interval.high
+        assert row.perplexity_interval.low <= row.perplexity <= row.perplexity_interval.high
+    coded = only(report, "A", "two bits")
+    assert coded.kl_interval.low < 0.999 * coded.kl, "an interval of windows that differ has a width"
+
+
+def test_a_simulation_stands_beside_the_cache(report):
+    (fake,) = (row for row in report.of("B", fake=True) if row.cells == ("again",))
+    decoded = only(report, "B", "again")
+    assert fake.tokens == decoded.tokens
+    assert fake.kl > 1.01 * decoded.kl, "a cache keeps its newest tokens in full precision, the simulation quantizes all"
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "quality.json"
+    suite = Suite("A title", (listed("A", [(bits, f"int{bits}") for bits in "2348"]),))
+    monkeypatch.setitem(quality.SUITES, "innerq", lambda: suite)
+    monkeypatch.setattr(bench, "TOGETHER", 1)
+    measured = []
+
+    def until_the_third(candidates, *args, **kwargs):
+        measured.extend(str(spec) for _, spec in candidates)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return measure_rows(candidates, *args, **kwargs)
+
+    monkeypatch.setattr(bench, "measure_rows", until_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        quality.main(["innerq", *TEXTS, *SIZES, f"--json={file}"])
+    assert not file.exists()
+    (journal,) = tmp_path.glob("*/*.jsonl")
+    journal.write_text(journal.read_text() + '{"key": "a line that a kill cut')
+    quality.main(["innerq", *TEXTS, *SIZES, f"--json={file}"])
+    assert measured == ["int2", "int3", "int4", "int4", "int8"]
+    assert [row.cache for row in QualityReport.read(file).rows] == ["int2", "int3", "int4", "int8"]
+    assert list(tmp_path.iterdir()) == [file], "a complete run leaves its report alone"
+
+
+def test_rows_of_another_run_are_refused(tmp_path, capsys):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "quality.jsonl").write_text('{"model": "another", "windows": 3}\n')
+    with pytest.raises(SystemExit):
+        quality.main(["innerq", *TEXTS, *SIZES, f"--work={tmp_path / 'work'}", f"--json={tmp_path / 'quality.json'}"])
+    assert "holds rows of another run (model, " in capsys.readouterr().err
+    assert (tmp_path / "work" / "quality.jsonl").exists()
 
 
 def test_variants_predict_the_same_and_are_harder_to_cache(report):
@@ -72,7 +128,11 @@ def test_the_page_has_lists_variants_side_by_side_and_grids(report, folder):
     windows_figure.main([f"--folder={folder}"])
     page = results_page.render(folder)[windows_figure.FILE.replace(".json", ".md")]
     assert "| cache | spec | stored bits | cache KiB | as it is | key outliers | value outliers |" in page
-    assert "| cache | spec | stored bits | the paper's count | perplexity |" in page
+    assert "| cache | spec | stored bits | the paper's count | KL | over that of again | KL, fake | perplexity | same top token |" in page
+    coded, other = only(report, "B", "again"), only(report, "B", "a scale for a token")
+    assert f"| {coded.kl:.5f} [{coded.kl_interval.low:.5f}, {coded.kl_interval.high:.5f}] |" in page
+    low, high = other.kl_ratio(coded)
+    assert f"| {other.kl / coded.kl:.2f} [{low:.2f}, {high:.2f}] |" in page
     grid = report.of("C")
     for variant, rows in itertools.groupby(grid, key=lambda row: row.variant):
         cells = " | ".join(f"{row.perplexity:.2f} ({row.kl:.4f})" for row in rows)

@@ -1,0 +1,55 @@
+"""Rows that a run has measured so far, on disk: a run that was stopped goes on where it ended.
+
+The file holds a line of JSON for the run it belongs to (model, texts, sizes) and one for each row. A line that a kill cut short is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from kvq_jax.cache.atomic_files import replacing
+
+
+class Journal:
+    """The rows of an unfinished run by their keys. ValueError where the file belongs to another run."""
+
+    def __init__(self, file: pathlib.Path, run: dict[str, Any]):
+        self.file, self.rows = file, dict[str, Any]()
+        run = json.loads(json.dumps(run))
+        lines = _whole_lines(file)
+        if lines and lines[0] != run:
+            different = ", ".join(name for name in run if lines[0].get(name) != run[name])
+            raise ValueError(f"{file} holds rows of another run ({different}): delete it to begin anew")
+        self.rows = {line["key"]: line["row"] for line in lines[1:]}
+        self._write([run, *({"key": key, "row": row} for key, row in self.rows.items())])
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Keep a row; it is on disk when this returns."""
+        self.rows[key] = row
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"key": key, "row": row}) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+
+    def delete(self) -> None:
+        """Delete the file: its run is complete."""
+        self.file.unlink(missing_ok=True)
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        """Write the file again without what is no whole line."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.file) as unfinished:
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _whole_lines(file: pathlib.Path) -> list[dict[str, Any]]:
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
