@@ -41,7 +41,7 @@ class Report:
     python_version: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file. Reports that list derived numbers add them here."""
+        """Return the content of the file. Reports that list derived numbers add them here."""
         return dataclasses.asdict(self)
 
     def write(self, path: str | os.PathLike[str]) -> None:

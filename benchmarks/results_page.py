@@ -75,7 +75,7 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     index = [INTRODUCTION, *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU])]
     for report in (report for _, _, report in reports if isinstance(report, OverviewReport)):
         index += [overview.headline(report), overview.readme_table(report)]
-    index += ["## Pages", table(("page", "measures", "command", "numbers", "made"), (_line(*found) for found in reports))]
+    index += ["## Pages", table(("page", "measures", "command", "numbers", "made"), (_line(*entry) for entry in reports))]
     return {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
 
 

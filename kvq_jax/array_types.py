@@ -98,7 +98,7 @@ class ArraySpec:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The shape and the dtype of the array that is allocated."""
+        """Return the shape and the dtype of the array that is allocated."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     @property

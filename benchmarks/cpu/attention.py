@@ -28,7 +28,7 @@ from kvq_jax.layer.plan import LayerPlan, LayerState
 def one_dot(
     q: Float[Array, "B K G H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], length: Int[Array, ""]
 ) -> Float[Array, "B K G H"]:
-    """softmax(q k^T / sqrt(H)) v over the first `length` tokens: two dots and a softmax."""
+    """Return softmax(q k^T / sqrt(H)) v over the first `length` tokens: two dots and a softmax."""
     return _masked(dot_rows(q, k), v, length, q.shape[-1])
 
 
@@ -52,7 +52,7 @@ BASELINES: tuple[tuple[str, Callable, str], ...] = (
 
 
 def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
-    """The dense baselines, then the caches."""
+    """Return the dense baselines, then the caches."""
     return [_baseline(shape, *baseline) for baseline in BASELINES] + [_cache(shape, spec) for spec in caches]
 
 
@@ -72,15 +72,15 @@ def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candid
     )
 
 
-def _baseline_error(found: Array, q: Array, k: Array, v: Array, length: Array) -> float:
+def _baseline_error(output: Array, q: Array, k: Array, v: Array, length: Array) -> float:
     q, k, v = first_row((q, k, v))
     rows = q.shape[1] * q.shape[2]
     want = reference.attend(q.reshape(1, rows, 1, -1), k, v, jnp.ones((1, 1, k.shape[2]), bool))
-    return relative_error(found[:1].reshape(want.shape), want)
+    return relative_error(output[:1].reshape(want.shape), want)
 
 
 def _cache(shape: Shape, spec: str) -> Candidate:
-    """One layer of a cache that holds `tokens` tokens of each sequence; its step appends one and attends to all, in place."""
+    """Return one layer of a cache that holds `tokens` tokens of each sequence; its step appends one and attends to all, in place."""
     heads = shape.kv_heads * shape.group
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
     cache = kvq.parse(spec)
@@ -106,7 +106,7 @@ def _cache(shape: Shape, spec: str) -> Candidate:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _reference(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> Array:
-    """Attention by its definition over the rows that a cache stands for."""
+    """Return attention by its definition over the rows that a cache stands for."""
     lengths = inputs.positions[:, 0] + 1
     k, v = reference.decode_vectors(plan, (), state, lengths, inputs.rope)
     return reference.attend(inputs.q_rot, k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, None, None])

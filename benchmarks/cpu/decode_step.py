@@ -29,7 +29,7 @@ QUERY_HEADS = 16
 
 @functools.cache
 def random_llama(layers: int, head_dim: int, group: int = 4) -> Llama:
-    """16 query heads, `group` of them for each KV head, and Llama's other proportions; fp32."""
+    """Return a random Llama of 16 query heads, `group` of them for each KV head, and Llama's other proportions; fp32."""
     width = QUERY_HEADS * head_dim
     config = LlamaConfig(
         vocab_size=8192,
@@ -45,14 +45,14 @@ def random_llama(layers: int, head_dim: int, group: int = 4) -> Llama:
 
 
 def random_cache(llama: Llama, spec: str, shape: Shape, capacity: int) -> kvq.Cache:
-    """A cache of `tokens` tokens with random contents."""
+    """Return a cache of `tokens` tokens with random contents."""
     cache = kvq.init_cache(spec, llama.config, shape.batch, capacity, "float32")
     layers = tuple(random_layer(plan, shape.batch, "float32", seed) for seed, plan in enumerate(cache.plans))
     return dataclasses.replace(cache, layers=layers, lengths=jnp.full_like(cache.lengths, shape.tokens))
 
 
 def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
-    """A dense cache of the rows that `cache` stands for."""
+    """Return a dense cache of the rows that `cache` stands for."""
     rope = rope_for(llama.config, cache.capacity)
     dense = kvq.init_cache("dense", llama.config, cache.batch, cache.capacity, "float32")
     parameters = parameters_for(llama, cache.spec)
@@ -65,17 +65,17 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
 
 
 def candidates(shape: Shape, caches: Sequence[str], layers: int, steps: int) -> list[Candidate]:
-    """The dense cache, then the others. `steps` is how often a candidate will run."""
+    """Return the dense cache, then the others. `steps` is how often a candidate will run."""
     plain = random_llama(layers, shape.head_dim, shape.group)
     token = jnp.arange(shape.batch, dtype=jnp.int32)
-    programs, found = {}, []
+    programs, chosen = {}, []
     for spec in dict.fromkeys(("dense", *caches)):
         llama = prepare(plain, spec)
         cache = random_cache(llama, spec, shape, shape.tokens + steps)
         programs[spec] = jax.jit(decode_step, donate_argnames="cache").lower(llama, cache, token).compile()
         expected, _ = programs["dense"](plain, jax.jit(decoded)(llama, cache), token)
-        found.append(_candidate(spec, llama, cache, token, programs[spec], expected))
-    return found
+        chosen.append(_candidate(spec, llama, cache, token, programs[spec], expected))
+    return chosen
 
 
 def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program: jax.stages.Compiled, expected: Array) -> Candidate:

@@ -55,7 +55,7 @@ def plain_tables(q: Float[Array, "B K R H"], body: polar_array.PolarArray, step:
 
 
 def _polar(body: polar_array.PolarArray, step: Array | None) -> tuple[Array, Array, Array]:
-    """(angle codes, the angle of each code, radii): codes and radii [B, K, groups, size, H/2], one group on the global grid."""
+    """Return (angle codes, the angle of each code, radii): codes and radii [B, K, groups, size, H/2], one group on the global grid."""
     format = body.format
     codes = unpack(body.words, format.layout)
     codes = codes.reshape(*codes.shape[:2], -1, format.group_size if step is None else codes.shape[2], format.half)
@@ -72,7 +72,7 @@ WAYS: dict[str, Scores] = {"keys": keys, "joined keys": joined_keys, "products":
 
 
 def candidates(shape: Shape, spec: str) -> list[Candidate]:
-    """Every way over the same codes of random keys."""
+    """Return every way to read the same codes of random keys."""
     heads = shape.kv_heads * shape.group
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
     plan = kvq.parse(spec).layer(0, dims, shape.tokens, "float32")

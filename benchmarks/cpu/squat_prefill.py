@@ -25,7 +25,7 @@ CACHES = ("kivi", "squat", "squat:rank=60,block_channels=32", "kivi:pre_rope=tru
 
 
 def candidate(shape: Shape, spec: str) -> Candidate:
-    """One layer that takes a prompt of `tokens` tokens in each row, from empty."""
+    """Return one layer that takes a prompt of `tokens` tokens in each row, from empty."""
     heads = shape.kv_heads * shape.group
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
     cache = kvq.parse(spec)
@@ -51,7 +51,7 @@ def candidate(shape: Shape, spec: str) -> Candidate:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decoded(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> tuple[Array, Array]:
-    """(attention of one more token, the same by its definition over the rows that the cache stands for)."""
+    """Return (attention of one more token, the same by its definition over the rows that the cache stands for)."""
     out, state, _ = decode_layer(plan, (), state, inputs, ())
     lengths = inputs.positions[:, 0] + 1
     k, v = reference.decode_vectors(plan, (), state, lengths, inputs.rope)

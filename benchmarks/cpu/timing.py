@@ -126,11 +126,11 @@ def run(
         _progress(f"[{i + 1}/{len(shapes)}] batch {shape.batch}, head_dim {shape.head_dim}, {shape.tokens} tokens: compiling")
         chosen = candidates(shape)
         _progress(f"[{i + 1}/{len(shapes)}] timing {len(chosen)} implementations, {rounds} rounds")
-        found = timed(chosen, shape, rounds)
+        measured = timed(chosen, shape, rounds)
         del chosen  # its arrays, before those of the next shape are made
-        for row in found:
+        for row in measured:
             _progress(f"    {row.implementation:40s} {row.median_ms:9.2f} ms {row.ratio:6.2f}x")
-        rows += found
+        rows += measured
     load.append(round(os.getloadavg()[0], 2))
     return CpuReport(
         title=title,
@@ -144,7 +144,7 @@ def run(
 
 
 def _peak(memory: Any) -> int:
-    """Arguments, results that do not share their memory, and temporaries."""
+    """Return the bytes of arguments, of results that do not share their memory, and temporaries."""
     return memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
@@ -170,9 +170,9 @@ def random_layer(plan: LayerPlan, batch: int, dtype: str, seed: int = 0) -> Laye
     return LayerState(sink, ring, body, plan.init(batch, dtype).stats)
 
 
-def relative_error(found: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:
+def relative_error(actual: jax.Array | np.ndarray, expected: jax.Array | np.ndarray) -> float:
     """Return the largest relative error of a row (the last axis), by the 2-norm."""
-    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)))
 
 

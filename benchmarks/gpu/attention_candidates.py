@@ -1,4 +1,4 @@
-"""Decode attention as the kernel benchmark times it: packed and exact keys and values, ours and others', at shapes of four models."""
+"""Decode attention as the kernel benchmark times it: packed and bfloat16 keys and values, ours and others', at shapes of four models."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def name_of(launch: Launch) -> str:
 
 def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
     """Return the tasks of attention, others' code first."""
-    found: dict[str, Callable[[], Task]] = {
+    tasks: dict[str, Callable[[], Task]] = {
         "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
         "cuDNN bf16": lambda: _others(shape, _cudnn, "BSKH"),
     }
     if shape.group > 1:
-        found["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
+        tasks["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
     if (splits := _useful_splits(shape)) > 1:
-        found["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
-    found[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
-    found |= {spec: functools.partial(_fused, shape, spec, tuple(launches)) for spec in specs}
-    return [Planned("attention", name, make) for name, make in found.items()]
+        tasks["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
+    tasks[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
+    tasks |= {spec: functools.partial(_fused, shape, spec, tuple(launches)) for spec in specs}
+    return [Planned("attention", name, make) for name, make in tasks.items()]
 
 
 def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) -> Task:
@@ -111,12 +111,12 @@ def attention_task(shape: Shape, bf16: bool, moved_bytes: int, **fields: Any) ->
 
 
 def compared(q: Array, rows: Iterable[Array], out: Array) -> tuple[Array, Array]:
-    """Return (found, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
+    """Return (output, wanted) of the checked part; rows, of keys and of values, are cut to it already."""
     k, v = rows
-    q, found = checked_part((q, out))
+    q, output = checked_part((q, out))
     with jax.default_matmul_precision("highest"):
         wanted = reference.attend(q.reshape(1, -1, 1, q.shape[3]), k, v, jnp.ones((1, 1, k.shape[2]), bool))
-    return found, wanted.reshape(found.shape)
+    return output, wanted.reshape(output.shape)
 
 
 def _fused(shape: Shape, spec: str, launches: Sequence[Launch]) -> Task:

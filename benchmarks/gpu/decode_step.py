@@ -143,8 +143,8 @@ def timed(program: Program, llama: Llama, capacity: int, samples: int) -> tuple[
         del cache
 
         def step() -> Array:
-            found, held[0] = run(llama, held[0], token)
-            return found
+            stepped, held[0] = run(llama, held[0], token)
+            return stepped
 
         start = time.perf_counter()
         logits = jax.block_until_ready(step())
@@ -195,11 +195,11 @@ def time_all(programs: list[Program], llama: Llama, capacity: int, samples: int,
     logits: dict[tuple[str, str], np.ndarray] = {}
     first = len(report.rows)
     while programs:
-        row, found = timed(programs.pop(0), llama, capacity, samples)
+        row, own_logits = timed(programs.pop(0), llama, capacity, samples)
         report.rows.append(row)
-        if found is not None:
-            logits[row.candidate, row.arithmetic] = found
-        if row.arithmetic == "xla" and found is not None:
+        if own_logits is not None:
+            logits[row.candidate, row.arithmetic] = own_logits
+        if row.arithmetic == "xla" and own_logits is not None:
             report.rows[first:] = [with_error(other, logits) for other in report.rows[first:]]
         report.write(path)
         progress(f"    {summary(report, row)}")
@@ -211,10 +211,10 @@ def time_all(programs: list[Program], llama: Llama, capacity: int, samples: int,
 
 def with_error(row: KernelRow, logits: dict[tuple[str, str], np.ndarray]) -> KernelRow:
     """Return the row, with the error of its logits against XLA's where it has any."""
-    found, expected = (logits.get((row.candidate, name)) for name in (row.arithmetic, "xla"))
-    if row.arithmetic == "xla" or found is None or expected is None:
+    own, expected = (logits.get((row.candidate, name)) for name in (row.arithmetic, "xla"))
+    if row.arithmetic == "xla" or own is None or expected is None:
         return row
-    return dataclasses.replace(row, error=relative_error(found, expected))
+    return dataclasses.replace(row, error=relative_error(own, expected))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

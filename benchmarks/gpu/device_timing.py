@@ -97,12 +97,12 @@ def sampled_ms(run: Callable[[], Any], calls: int, samples: int) -> tuple[float,
     """Return the milliseconds of one call by the host's clock, from runs of `calls` calls each; two runs before them warm up."""
     for _ in range(2):
         jax.block_until_ready(run())
-    found = []
+    times = []
     for _ in range(samples):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(round(1e3 * (time.perf_counter() - start) / calls, 6))
-    return tuple(found)
+        times.append(round(1e3 * (time.perf_counter() - start) / calls, 6))
+    return tuple(times)
 
 
 def scattered(shape: tuple[int, ...], seed: Array) -> Array:

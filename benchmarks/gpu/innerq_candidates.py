@@ -142,8 +142,8 @@ def _quantize(shape: Shape, which: str, scheme: Any, launches: Sequence[Launch])
     def check(_: Array, rows: Array, out: Any) -> tuple[Array, Array]:
         """Return some rows, quantized here and by the reference and dequantized: all as one row, for single codes may differ at ties."""
         tokens = min(shape.tokens, 1024)
-        found = grouped_array.GroupedArray(out.words, out.scale, out.zero, format)
-        cut = jax.tree.map(lambda a: a[:1, :2], found)
+        quantized = grouped_array.GroupedArray(out.words, out.scale, out.zero, format)
+        cut = jax.tree.map(lambda a: a[:1, :2], quantized)
         wanted = grouped_array.quantize(rows[:1, :2, :tokens].astype(jnp.float32), format)
         return grouped_array.dequantize(cut)[:, :, :tokens].reshape(1, -1), grouped_array.dequantize(wanted).reshape(1, -1)
 

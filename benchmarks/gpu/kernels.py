@@ -73,22 +73,22 @@ def default_cases() -> list[Case]:
         return [Case(section, model, paper_shape(model, tokens)) for tokens in lengths for model in models]
 
     every = [(tokens, batch) for tokens in LENGTHS for batch in BATCHES]
-    found = attention("Llama-3.1-8B", (32768, 16), (131072, 1), (4096, 16), both=True)
-    found += attention("Llama-3.1-8B", (32768, 1), (4096, 1), (131072, 16))
-    found += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
-    found += paper("polarquant", *paper_tables.POLAR_LENGTHS, models=(polarquant_candidates.MODEL,))
-    found += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
-    found += attention("Llama-3.1-8B", (32768, 16), both=True, specs=MORE_SPECS)
+    cases = attention("Llama-3.1-8B", (32768, 16), (131072, 1), (4096, 16), both=True)
+    cases += attention("Llama-3.1-8B", (32768, 1), (4096, 1), (131072, 16))
+    cases += [Case("kvquant", KVQUANT, shape_of(KVQUANT, tokens, 1)) for tokens in paper_tables.KVQUANT_LENGTHS]
+    cases += paper("polarquant", *paper_tables.POLAR_LENGTHS, models=(polarquant_candidates.MODEL,))
+    cases += [*paper("quantize", 32768), *paper("products", 131072, 32768, 8192, 2048, 512)]
+    cases += attention("Llama-3.1-8B", (32768, 16), both=True, specs=MORE_SPECS)
     others = [model for model in MODELS if model != "Llama-3.1-8B"]
     for model in others:
-        found += attention(model, (32768, 16), (32768, 1))
-    found += attention("Llama-3.1-8B", *every)
-    found += [*paper("products", *LENGTHS), *paper("quantize", 131072, 4096, 512)]
+        cases += attention(model, (32768, 16), (32768, 1))
+    cases += attention("Llama-3.1-8B", *every)
+    cases += [*paper("products", *LENGTHS), *paper("quantize", 131072, 4096, 512)]
     for points in ((4096, 16), (4096, 1), (131072, 1), (131072, 16)), every:
         for model in others:
-            found += attention(model, *points)
+            cases += attention(model, *points)
     first: dict[str, Case] = {}
-    for case in found:
+    for case in cases:
         first.setdefault(case.name, case)
     return list(first.values())
 
@@ -97,7 +97,7 @@ def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
     """Return the default cases, or those of MODEL:TOKENS:BATCH. Raise ValueError naming an unknown part."""
     if not shapes:
         return [case for case in default_cases() if case.section in sections]
-    found = []
+    chosen = []
     for text in shapes:
         model, *numbers = text.split(":")
         if model not in MODELS or len(numbers) != 2 or not all(n.isdigit() and int(n) for n in numbers):
@@ -110,8 +110,8 @@ def chosen_cases(shapes: Sequence[str], sections: Sequence[str]) -> list[Case]:
             cases.append(Case("polarquant", model, paper_shape(model, tokens)))
         if (model, batch) == (KVQUANT, 1):
             cases.append(Case("kvquant", model, shape_of(model, tokens, batch)))
-        found += [case for case in cases if case.section in sections]
-    return found
+        chosen += [case for case in cases if case.section in sections]
+    return chosen
 
 
 def run(

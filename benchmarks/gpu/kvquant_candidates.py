@@ -55,13 +55,13 @@ def total_of_keys(shape: Shape, launches: tuple[Launch, ...]) -> Task:
 
 
 def _task(shape: Shape, side: str, part: str, launches: tuple[Launch, ...]) -> Task:
-    found = _Side(shape, side)
+    packed = _Side(shape, side)
     if part == "fp16":
-        return found.task(True, found.rows_bytes, lambda seed: found.random_rows(seed, shape.tokens), found.exact, found.precise, ())
+        return packed.task(True, packed.rows_bytes, lambda seed: packed.random_rows(seed, shape.tokens), packed.exact, packed.precise, ())
     if part == "packing":
-        return found.packing()
-    size, call, wanted = found.bytes(part), functools.partial(found.call, part), functools.partial(found.wanted, part)
-    return found.task(False, size, found.body.copy, call, wanted, launches)
+        return packed.packing()
+    size, call, wanted = packed.bytes(part), functools.partial(packed.call, part), functools.partial(packed.wanted, part)
+    return packed.task(False, size, packed.body.copy, call, wanted, launches)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,12 +60,12 @@ def _skipped(report: GpuReport) -> list[str]:
 
 
 def _by_shape(report: GpuReport, section: str) -> list[tuple[str, list[KernelRow]]]:
-    """A section's rows by shape, in the order of models and sizes."""
+    """Return a section's rows by shape, in the order of models and sizes."""
     chosen = (row for row in report.rows if row.section == section)
     ordered = sorted(chosen, key=lambda row: (row.model, row.shape.batch, row.shape.tokens))
     return [
-        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(found))
-        for (model, shape), found in itertools.groupby(ordered, key=lambda row: (row.model, row.shape))
+        (f"{model}, batch {shape.batch}, {shape.tokens} tokens", list(own))
+        for (model, shape), own in itertools.groupby(ordered, key=lambda row: (row.model, row.shape))
     ]
 
 

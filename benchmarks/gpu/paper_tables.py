@@ -92,21 +92,21 @@ class Table(NamedTuple):
 
 def tables(report: GpuReport) -> list[Table]:
     """Return the tables for which there are rows."""
-    found = []
+    made = []
     if any(row.section in PRODUCTS for row in report.rows):
-        found += [
+        made += [
             _product_table(
                 report, "InnerQ's Table 3: inner grouping against half precision", TABLE_3, EXACT, ("torch.matmul", "bf16 (XLA)")
             ),
             _product_table(report, "InnerQ's Table 4: inner against outer grouping", TABLE_4, OUTER, ("outer", "outer")),
         ]
     if any(row.section == "quantize" for row in report.rows):
-        found.append(_quantize_table(report))
+        made.append(_quantize_table(report))
     if any(row.section in KVQUANT_SECTIONS.values() for row in report.rows):
-        found.append(_kvquant_table(report))
+        made.append(_kvquant_table(report))
     if any(row.section == POLAR_SECTION for row in report.rows):
-        found.append(_polarquant_table(report))
-    return found
+        made.append(_polarquant_table(report))
+    return made
 
 
 def _product_table(report: GpuReport, title: str, paper: dict, other: str, names: tuple[str, str]) -> Table:
@@ -141,9 +141,9 @@ def _quantize_table(report: GpuReport) -> Table:
     for model in PAPER_MODELS:
         for side in ("keys", "values"):
             rows = {scheme: _rows(report, "quantize", model, f"{scheme}, {side}") for scheme in SCHEMES}
-            for scheme, found in rows.items():
-                shares = {row.shape.tokens: report.share(row) for row in found if row.samples_ms}
-                times = _times(found)
+            for scheme, timed in rows.items():
+                shares = {row.shape.tokens: report.share(row) for row in timed if row.samples_ms}
+                times = _times(timed)
                 cells = (f"{times[n]:.4f} ({shares[n] or 0:.0%})" if n in times else "" for n in LENGTHS)
                 lines.append((model, side, scheme, *cells))
             sym, hybrid = _times(rows["sym"]), _times(rows["hybrid"])
@@ -202,8 +202,8 @@ def _largest_error(report: GpuReport, *sections: str) -> str:
 
 def _rows(report: GpuReport, section: str, model: str, candidate: str) -> list[KernelRow]:
     """Return the rows of one arithmetic: assembly's where there are any."""
-    found = [row for row in report.rows if (row.section, row.model, row.candidate) == (section, model, candidate)]
-    return [row for row in found if row.arithmetic == "asm"] or found
+    chosen = [row for row in report.rows if (row.section, row.model, row.candidate) == (section, model, candidate)]
+    return [row for row in chosen if row.arithmetic == "asm"] or chosen
 
 
 def _times(rows: Iterable[KernelRow]) -> Times:

@@ -25,9 +25,9 @@ def draw(report: GpuReport, model: str) -> Any:
     figure, axes = pyplot.subplots(len(batches), 2, figsize=(13, 4.5 * len(batches)), squeeze=False)
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row.candidate for row in rows))}
     for (left, right), batch in zip(axes, batches, strict=True):
-        found = fastest(row for row in rows if row.shape.batch == batch)
-        times = lines((row, 1e3 * row.median_ms) for row in found)
-        shares = lines((row, 100 * share) for row in found if (share := report.share(row)) is not None)
+        best = fastest(row for row in rows if row.shape.batch == batch)
+        times = lines((row, 1e3 * row.median_ms) for row in best)
+        shares = lines((row, 100 * share) for row in best if (share := report.share(row)) is not None)
         for axis, drawn, label in ((left, times, "microseconds"), (right, shares, "% of the measured copy bandwidth")):
             for name, points in drawn.items():
                 style = "--" if "bf16" in name else "-"
@@ -53,10 +53,10 @@ def fastest(rows: Iterable[KernelRow]) -> list[KernelRow]:
 
 
 def lines(values: Iterable[tuple[KernelRow, float]]) -> Lines:
-    found: Lines = {}
+    drawn: Lines = {}
     for row, value in values:
-        found.setdefault(row.candidate, []).append((row.shape.tokens, value))
-    return {name: sorted(points) for name, points in found.items()}
+        drawn.setdefault(row.candidate, []).append((row.shape.tokens, value))
+    return {name: sorted(points) for name, points in drawn.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -99,10 +99,10 @@ def _(leaves: PolarArray, seed: Array) -> PolarArray:
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
     """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and hardly an entry is an outlier."""
     ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
-    found = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in codec.parameters(heads).items()}
-    if "levels" in found:
-        found |= {"levels": jnp.sort(found["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
-    return found
+    parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in codec.parameters(heads).items()}
+    if "levels" in parameters:
+        parameters |= {"levels": jnp.sort(parameters["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
+    return parameters
 
 
 def rope_of(head_dim: int) -> Rope:
@@ -131,7 +131,7 @@ class Body:
 
     @functools.cached_property
     def leaves(self) -> Any:
-        """The tree of `BodySpec`."""
+        """Return the tree of `BodySpec`."""
         return self.codec.body(self.shape.batch, self.shape.kv_heads, self.shape.tokens)
 
     @property
@@ -141,7 +141,7 @@ class Body:
 
     @functools.cached_property
     def reader(self) -> Reader:
-        """The reader of its arrays. Raises ValueError where kernels cannot read them."""
+        """Return the reader of its arrays. Raises ValueError where kernels cannot read them."""
         reader = self.codec.kernel_reader()
         if isinstance(reader, str):
             raise ValueError(reader)

@@ -42,7 +42,7 @@ class KernelRow:
 
     @property
     def mostly_launches(self) -> bool:
-        """True where the same launches without any token take more than half of the time."""
+        """Return True where the same launches without any token take more than half of the time."""
         return self.idle_ms is not None and bool(self.samples_ms) and self.idle_ms > 0.5 * self.median_ms
 
     @property
@@ -51,7 +51,7 @@ class KernelRow:
 
     @property
     def rate(self) -> float:
-        """The bytes that must be moved over the median time, in bytes a second."""
+        """Return the bytes that must be moved over the median time, in bytes a second."""
         return self.moved_bytes / (self.median_ms * 1e-3)
 
     @property
@@ -90,8 +90,8 @@ class GpuReport(Report):
 
     def median_rate(self, name: str) -> float | None:
         """Return the bytes a second of the measured "copy" or "read"."""
-        found = [row.rate for row in self.rows if row.section == "bandwidth" and row.candidate == name and row.samples_ms]
-        return found[-1] if found else None
+        rates = [row.rate for row in self.rows if row.section == "bandwidth" and row.candidate == name and row.samples_ms]
+        return rates[-1] if rates else None
 
     def share(self, row: KernelRow) -> float | None:
         """Return the share of the measured copy bandwidth that a row reaches."""
@@ -100,8 +100,8 @@ class GpuReport(Report):
 
     def best_bf16(self, row: KernelRow) -> KernelRow | None:
         """Return the fastest candidate at this row's place that does not quantize."""
-        found = [other for other in self.rows if other.place == row.place and other.bf16 and other.samples_ms]
-        return min(found, key=lambda other: other.median_ms, default=None)
+        candidates = [other for other in self.rows if other.place == row.place and other.bf16 and other.samples_ms]
+        return min(candidates, key=lambda other: other.median_ms, default=None)
 
     def ratio(self, row: KernelRow) -> float | None:
         """Return the median time over that of the best bf16 candidate. They were timed one after the other, not in turn."""

@@ -77,16 +77,16 @@ def run_case(
         report.running[:] = rows
         save()
 
-    found: list[Compiled | str] = []
+    compiled: list[Compiled | str] = []
     if threads > 1:
         running(*blanks)
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            found = list(pool.map(lambda task: _compiled_or_failure(task, timing), tasks))
+            compiled = list(pool.map(lambda task: _compiled_or_failure(task, timing), tasks))
     for i, (task, blank) in enumerate(zip(tasks, blanks, strict=True)):
         running(blank)
-        item = found[i] if found else _compiled_or_failure(task, timing)
-        if found:
-            found[i] = ""  # its programs go when it is done
+        item = compiled[i] if compiled else _compiled_or_failure(task, timing)
+        if compiled:
+            compiled[i] = ""  # its programs go when it is done
         rows = [dataclasses.replace(blank, failure=item)] if isinstance(item, str) else timed_rows(item, blank, timing)
         report.rows.extend(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:

@@ -53,10 +53,10 @@ class Program:
 
     def kernel(self, pattern: str) -> Kernel:
         """Return the one kernel whose whole name matches the regular expression. Raise ValueError where there is none or more than one."""
-        found = [kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)]
-        if len(found) != 1:
-            raise ValueError(f"{pattern=} matches {[k.name for k in found]} of the kernels {sorted(self.kernels)}: one match is needed")
-        return found[0]
+        matching = [kernel for name, kernel in sorted(self.kernels.items()) if re.fullmatch(pattern, name)]
+        if len(matching) != 1:
+            raise ValueError(f"{pattern=} matches {[k.name for k in matching]} of the kernels {sorted(self.kernels)}: one match is needed")
+        return matching[0]
 
 
 def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Program:

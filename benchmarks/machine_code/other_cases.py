@@ -83,8 +83,8 @@ class WholeKernel(Case):
 
 def straight(function: Function) -> Loop:
     """Return the shortest way through a kernel. Raise ValueError where it has a loop."""
-    if found := loops(function):
-        raise ValueError(f"{function.name} has {len(found)} loops: an instruction may run more than once")
+    if inside := loops(function):
+        raise ValueError(f"{function.name} has {len(inside)} loops: an instruction may run more than once")
     indices = shortest_way(function)
     return Loop(indices, tuple(function.instructions[i] for i in indices))
 
@@ -97,12 +97,12 @@ def shortest_way(function: Function) -> tuple[int, ...]:
         index = waiting.popleft()
         nexts = function.successors(index)
         if not nexts:
-            found = []
+            way = []
             step: int | None = index
             while step is not None:
-                found.append(step)
+                way.append(step)
                 step = before[step]
-            return tuple(reversed(found))
+            return tuple(reversed(way))
         for following in nexts:
             if following not in before:
                 before[following] = index

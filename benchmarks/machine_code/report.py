@@ -60,7 +60,7 @@ class KernelReport:
 
     @property
     def alu_per_element(self) -> float:
-        """Integer operations and conversions, which run at half the rate of issue."""
+        """Return the integer operations and conversions per element, which run at half the rate of issue."""
         return self.per_element("int", "cvt")
 
     @property
@@ -71,12 +71,12 @@ class KernelReport:
 
     @property
     def budget(self) -> float:
-        """Instructions per element that memory at full speed leaves time for."""
+        """Return the instructions per element that memory at full speed leaves time for."""
         return TARGETS[self.target].budget(self.stored_bits)
 
     @property
     def share(self) -> float:
-        """Predicted share of the memory limit: min(1, budget / max(instructions, 2 ALU)). Of the loop alone; latency is not in it."""
+        """Return the predicted share of the memory limit: min(1, budget / max(instructions, 2 ALU)) of the loop alone, without latency."""
         return min(1.0, self.budget / max(self.instructions_per_element, 2 * self.alu_per_element))
 
     def line(self) -> tuple[str, ...]:

@@ -56,29 +56,29 @@ class Instruction:
 
     @property
     def base(self) -> str:
-        """The opcode without modifiers."""
+        """Return the opcode without modifiers."""
         return self.opcode.partition(".")[0]
 
     @property
     def kind(self) -> str:
-        """One of CLASSES."""
+        """Return its class, one of CLASSES."""
         if self.opcode.startswith("IMAD.MOV"):
             return "mov"
         return _CLASS.get(self.base) or _CLASS.get(self.base.removeprefix("U")) or "other"
 
     @property
     def is_plain_load(self) -> bool:
-        """True for a load of global memory into a register, which something waits for; LDGSTS goes to shared memory on its own."""
+        """Return True for a load of global memory into a register, which something waits for; LDGSTS goes to shared memory on its own."""
         return self.base in ("LDG", "LD")
 
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of one warp, for a matrix instruction; else 0."""
-        if found := _MMA_SHAPE.match(self.opcode):
-            m, n, k = map(int, found.groups())
+        if match := _MMA_SHAPE.match(self.opcode):
+            m, n, k = map(int, match.groups())
             return m * n * k
-        if found := _WGMMA_SHAPE.match(self.opcode):
-            m, n, k = map(int, found.groups())
+        if match := _WGMMA_SHAPE.match(self.opcode):
+            m, n, k = map(int, match.groups())
             return m * n * k // 4  # four warps share it
         return 0
 
@@ -125,8 +125,8 @@ class Loop:
 
     def counts(self) -> dict[str, int]:
         """Count the instructions of each class that occurs, in the order of CLASSES."""
-        found = collections.Counter(instruction.kind for instruction in self.instructions)
-        return {kind: found[kind] for kind in CLASSES if found[kind]}
+        counted = collections.Counter(instruction.kind for instruction in self.instructions)
+        return {kind: counted[kind] for kind in CLASSES if counted[kind]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,19 +160,19 @@ def assemble(ptx: str, name: str, architecture: str) -> Assembly:
 
 def functions(listing: str) -> dict[str, Function]:
     """Return the functions in the output of `nvdisasm -c`, by name."""
-    found: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
+    parsed: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
     current = None
     for line in listing.splitlines():
         if section := _SECTION.match(line):
             name = section.group(1)
-            current = found.setdefault(name.removeprefix(".text."), ([], {})) if name.startswith(".text.") else None
+            current = parsed.setdefault(name.removeprefix(".text."), ([], {})) if name.startswith(".text.") else None
         elif current is None:
             continue
         elif label := _LABEL.match(line):
             current[1][label.group(1)] = len(current[0])
         elif instruction := _INSTRUCTION.match(line):
             current[0].append(Instruction(instruction.group(1)))
-    return {name: Function(name, tuple(instructions), labels) for name, (instructions, labels) in found.items()}
+    return {name: Function(name, tuple(instructions), labels) for name, (instructions, labels) in parsed.items()}
 
 
 def loops(function: Function) -> tuple[Loop, ...]:
@@ -184,7 +184,7 @@ def loops(function: Function) -> tuple[Loop, ...]:
         for header in nexts & dominators[block]:
             sources[header].add(block)
     predecessors = _reversed(edges)
-    found = []
+    closed = []
     for header in sorted(sources):
         body, waiting = {header}, list(sources[header])
         while waiting:
@@ -192,8 +192,8 @@ def loops(function: Function) -> tuple[Loop, ...]:
                 body.add(block)
                 waiting += predecessors[block]
         indices = tuple(i for block in sorted(body) for i in blocks[block])
-        found.append(Loop(indices, tuple(function.instructions[i] for i in indices)))
-    return tuple(found)
+        closed.append(Loop(indices, tuple(function.instructions[i] for i in indices)))
+    return tuple(closed)
 
 
 def main_loop(function: Function) -> Loop:
@@ -203,12 +203,12 @@ def main_loop(function: Function) -> Loop:
 
     Raise ValueError for a kernel without a loop.
     """
-    found = loops(function)
-    if not found:
+    candidates = loops(function)
+    if not candidates:
         raise ValueError(f"{function.name} has no loop")
-    found = [loop for loop in found if loop.multiply_adds] or list(found)
-    bodies = [set(loop.indices) for loop in found]
-    inner = [loop for loop, body in zip(found, bodies, strict=True) if not any(other < body for other in bodies)]
+    candidates = [loop for loop in candidates if loop.multiply_adds] or list(candidates)
+    bodies = [set(loop.indices) for loop in candidates]
+    inner = [loop for loop, body in zip(candidates, bodies, strict=True) if not any(other < body for other in bodies)]
     if inner[0].multiply_adds:
         return max(inner, key=lambda loop: (loop.multiply_adds, -len(loop.indices)))
     return max(inner, key=lambda loop: len(loop.indices))
@@ -240,22 +240,22 @@ def _blocks(function: Function) -> tuple[dict[int, range], dict[int, set[int]]]:
 def _dominators(edges: dict[int, set[int]]) -> dict[int, set[int]]:
     """Return, for each block, the blocks that every way to it passes, itself included."""
     predecessors = _reversed(edges)
-    found = {block: set(edges) for block in edges}
+    dominators = {block: set(edges) for block in edges}
     if edges:
-        found[0] = {0}
+        dominators[0] = {0}
     changed = True
     while changed:
         changed = False
         for block in sorted(edges.keys() - {0}):
-            new = {block} | set.intersection(*(found[source] for source in predecessors[block]))
-            changed |= new != found[block]
-            found[block] = new
-    return found
+            new = {block} | set.intersection(*(dominators[source] for source in predecessors[block]))
+            changed |= new != dominators[block]
+            dominators[block] = new
+    return dominators
 
 
 def _reversed(edges: dict[int, set[int]]) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = collections.defaultdict(set)
+    predecessors: dict[int, set[int]] = collections.defaultdict(set)
     for block, nexts in edges.items():
         for following in nexts:
-            found[following].add(block)
-    return found
+            predecessors[following].add(block)
+    return predecessors

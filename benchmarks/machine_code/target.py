@@ -47,7 +47,7 @@ class Target:
 
     @property
     def config(self) -> str:
-        """The `target_config` of jax.experimental.topologies: XLA's GpuTargetConfigProto as text."""
+        """Return the `target_config` of jax.experimental.topologies: XLA's GpuTargetConfigProto as text."""
         major, minor = self.capability
         device = {
             "threads_per_block_limit": 1024,

@@ -17,10 +17,10 @@ def find_tool(name: str) -> pathlib.Path:
     """Find `ptxas` or `nvdisasm`: in NVIDIA's Python packages, whose versions are known, or else on PATH. Raise RuntimeError if absent."""
     nvidia = _spec("nvidia")
     for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
-        if found := sorted(pathlib.Path(folder).glob(f"*/bin/{name}")):
-            return found[-1]
-    if found := shutil.which(name):
-        return pathlib.Path(found)
+        if place := sorted(pathlib.Path(folder).glob(f"*/bin/{name}")):
+            return place[-1]
+    if place := shutil.which(name):
+        return pathlib.Path(place)
     raise RuntimeError(f"{name} is missing: {_INSTALL}")
 
 
@@ -55,8 +55,8 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def tool_version(name: str) -> str:
     """Return the version, such as "13.5.37": counts of instructions move with it."""
     said = run_tool(name, "--version").stdout
-    found = re.search(r"\bV([\d.]+)", said)
-    return found.group(1) if found else said.strip().splitlines()[-1]
+    version = re.search(r"\bV([\d.]+)", said)
+    return version.group(1) if version else said.strip().splitlines()[-1]
 
 
 def _spec(module: str):

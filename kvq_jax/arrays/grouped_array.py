@@ -63,7 +63,7 @@ class GroupFormat:
 
     @property
     def centre(self) -> int:
-        """The code that stands for 0 in the symmetric scheme: zero = -centre * scale."""
+        """Return the code that stands for 0 in the symmetric scheme: zero = -centre * scale."""
         return 2**self.bits - 1
 
 
@@ -147,7 +147,7 @@ def divisors(size: int, up_to: int | None = None) -> tuple[int, ...]:
     return tuple(d for d in sorted({*small, *(size // d for d in small)}) if d <= (up_to or size))
 
 
-def resolve_group(requested: int, size: int, what: str, largest: int = 32) -> int:
+def resolve_group(requested: int, size: int, extent: str, largest: int = 32) -> int:
     """Return the group size for an axis of `size` entries: `requested`, or for 0 the largest divisor up to `largest`.
 
     Raises ValueError, listing the divisors, where `requested` is none of them.
@@ -155,5 +155,5 @@ def resolve_group(requested: int, size: int, what: str, largest: int = 32) -> in
     if requested == 0:
         return divisors(size, largest)[-1]
     if size % requested:
-        raise ValueError(f"group_size={requested} does not divide {what} ({size}); divisors: {', '.join(map(str, divisors(size)))}")
+        raise ValueError(f"group_size={requested} does not divide {extent} ({size}); divisors: {', '.join(map(str, divisors(size)))}")
     return requested

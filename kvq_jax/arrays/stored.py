@@ -26,7 +26,7 @@ class BodySpec(ArraySpec):
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The shape and the dtype of the array that the state stores."""
+        """Return the shape and the dtype of the array that the state stores."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype("uint16" if self._as_bits else self.dtype))
 
     @property

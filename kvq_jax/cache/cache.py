@@ -59,7 +59,7 @@ class Cache:
 
     @property
     def axes(self) -> Cache:
-        """The same tree, with an `ArraySpec` in place of each array."""
+        """Return the same tree, with an `ArraySpec` in place of each array."""
         return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype)
 
 
@@ -119,6 +119,6 @@ def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:
             value = getattr(method, field.name)
             if isinstance(value, PerLayer):
                 named += [(f"{method.name}:{field.name} names", last) for _, _, last in value.ranges]
-    for what, layer in named:
+    for setting, layer in named:
         if layer >= dims.num_hidden_layers:
-            raise ValueError(f"{what} layer {layer}, but the model has layers 0 to {dims.num_hidden_layers - 1}")
+            raise ValueError(f"{setting} layer {layer}, but the model has layers 0 to {dims.num_hidden_layers - 1}")

@@ -54,17 +54,17 @@ class LayerPlan:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """The codec of each entry of the state's fields."""
+        """Return the codec of each entry of the state's fields."""
         return (self.k,) if self.joint else (self.k, self.v)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of those entries."""
+        """Return the names of those entries."""
         return ("kv",) if self.joint else ("k", "v")
 
     @property
     def row_width(self) -> int:
-        """The channels of a token's widest cached row, its heads together."""
+        """Return the channels of a token's widest cached row, its heads together."""
         return max(codec.row_width(self.heads, self.head_dim) for codec in self.codecs)
 
     @property

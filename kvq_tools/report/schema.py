@@ -284,9 +284,9 @@ def _check_lengths(report: Report) -> None:
     """Raise ValueError where lists that belong together have different lengths."""
     positions, layers, channels = len(report.positions), report.model.layers, report.model.kv_heads * report.model.head_dim
 
-    def equal(what: str, entries: int, wanted: int) -> None:
+    def equal(name: str, entries: int, wanted: int) -> None:
         if entries != wanted:
-            raise ValueError(f"{what} has {entries} entries, not {wanted}")
+            raise ValueError(f"{name} has {entries} entries, not {wanted}")
 
     if not report.caches:
         raise ValueError("caches is empty")

@@ -169,7 +169,7 @@ class _WordWriter:
     """Words of one row of tiles, filled code by code and stored as soon as they are full."""
 
     def __init__(self, layout: PlaneLayout, store: Callable[[int, int, Array], None]):
-        """store: called with (plane set, tile, int16 words)."""
+        """Keep `store`, which is called with (plane set, tile, int16 words)."""
         self._layout, self._store = layout, store
         self._words: dict[tuple[int, int], tuple[Array, int]] = {}
 

@@ -52,12 +52,12 @@ class Job:
 
     @property
     def limit(self) -> float:
-        """Entries beyond it saturate: a group's range must fit the stored dtype."""
+        """Return the magnitude at which entries saturate: a group's range must fit the stored dtype."""
         return float(jnp.finfo(self.reader.scale_dtype).max) / 2
 
     @property
     def near(self) -> float:
-        """An fp32 number of this size is a multiple of 2^(code bits - 21)."""
+        """Return the size of an fp32 number that is a multiple of 2^(code bits - 21)."""
         return _ROUND * 2.0 ** (self.reader.layout.bits - 21)
 
     def schemes(self, low: Array, high: Array) -> list[Quantizer]:

@@ -53,36 +53,38 @@ class Reader(abc.ABC):
     @property
     @abc.abstractmethod
     def slots(self) -> int:
-        """Tokens that share a row of words; a tile's scores and weights come as one array [tile / slots, GP] for each slot."""
+        """Return the number of tokens that share a row of words.
+
+        A tile's scores and weights come as one array [tile / slots, GP] for each slot."""
 
     @property
     @abc.abstractmethod
     def chunks(self) -> tuple[int, int]:
-        """(count, width) of the chunks that the H channels are cut into, one tile of an accumulator for each."""
+        """Return (count, width) of the chunks that the H channels are cut into, one tile of an accumulator for each."""
 
     @property
     @abc.abstractmethod
     def row_bytes(self) -> int:
-        """Bytes of a token that a loop step holds in shared memory, without the few of tables and of groups of tokens."""
+        """Return the bytes of a token that a loop step holds in shared memory, without the few of tables and of groups of tokens."""
 
     @property
     @abc.abstractmethod
     def step(self) -> Step:
-        """The usual step of decode attention."""
+        """Return the usual step of decode attention."""
 
     @property
     def packed(self) -> bool:
-        """True for packed words: their rows come in whole spans, and dots take them from registers, not where they lie."""
+        """Return True for packed words: their rows come in whole spans, and dots take them from registers, not where they lie."""
         return True
 
     @property
     def longest_tile(self) -> int | None:
-        """The most tokens that a tile may have; None for any number."""
+        """Return the most tokens that a tile may have; None for any number."""
         return None
 
     @property
     def scores_tile(self) -> int:
-        """The tokens of a step where scores are stored (matvec.py)."""
+        """Return the tokens of a step where scores are stored (matvec.py)."""
         return 64
 
     @abc.abstractmethod
@@ -91,12 +93,12 @@ class Reader(abc.ABC):
 
     @property
     def adds_scores(self) -> bool:
-        """True if `more_scores` gives anything."""
+        """Return True if `more_scores` gives anything."""
         return False
 
     @property
     def adds_values(self) -> bool:
-        """True if `more_values` gives anything: the kernel then keeps all scores."""
+        """Return True if `more_values` gives anything: the kernel then keeps all scores."""
         return False
 
     def more_values(

@@ -68,7 +68,7 @@ class CodebookReader(Reader):
 
     @property
     def _groups(self) -> list[range]:
-        """The chunks of each group of channels."""
+        """Return the chunks of each group of channels."""
         if self.affine == "channels":
             return [range(self.layout.chunks)]
         per_group = self.group // self.layout.width

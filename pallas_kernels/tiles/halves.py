@@ -31,7 +31,7 @@ class Halves:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the whole tile."""
+        """Return the shape of the whole tile."""
         rows, columns = self.first.shape
         return (2 * rows, columns) if self.axis == 0 else (rows, 2 * columns)
 

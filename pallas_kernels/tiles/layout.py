@@ -63,7 +63,7 @@ class Field:
 
     @property
     def mask(self) -> int:
-        """The mask of the low bits, at their position."""
+        """Return the mask of the low bits, at their position."""
         return ((1 << self.bits) - 1) << self.position
 
     @property
@@ -88,7 +88,7 @@ class PlaneLayout:
 
     @property
     def sets(self) -> tuple[int, ...]:
-        """The bits of each plane set, the low bits first."""
+        """Return the bits of each plane set, the low bits first."""
         return plane_sets(self.bits)
 
     def tiles(self, set_bits: int) -> int:

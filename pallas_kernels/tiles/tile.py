@@ -35,7 +35,7 @@ class Tile:
 
     @property
     def masked(self) -> bool:
-        """True if some tokens may not count."""
+        """Return True if some tokens may not count."""
         return self.limit is not None
 
     def counts(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:

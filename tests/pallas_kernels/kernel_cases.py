@@ -31,7 +31,7 @@ def format_of(bits: int, scheme: Any, axis: Any, head_dim: int, group: int = 32,
 
 @dataclasses.dataclass(frozen=True)
 class KernelCase:
-    """One pair of sides. A format of None is exact rows in bfloat16."""
+    """One pair of sides. A format of None is rows in bfloat16."""
 
     id: str
     k: GroupFormat | None

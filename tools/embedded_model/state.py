@@ -81,9 +81,9 @@ def load_checkpoint(path: Path, parameters: Parameters, optimizer_state: Any) ->
     expected = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(optimizer_state)
     for name, leaf in expected.items():
         if name not in stored or stored[name].shape != leaf.shape:
-            found = stored[name].shape if name in stored else "nothing"
+            shape = stored[name].shape if name in stored else "nothing"
             raise ValueError(
-                f"checkpoint {str(path)!r}, tensor {name!r}: expected shape {leaf.shape}, found {found}; was the model changed?"
+                f"checkpoint {str(path)!r}, tensor {name!r}: expected shape {leaf.shape}, found {shape}; was the model changed?"
             )
     restored = {name: jnp.asarray(stored[f"parameters/{name}"]) for name in parameters}
     leaves, treedef = jax.tree_util.tree_flatten_with_path(optimizer_state)

@@ -300,12 +300,12 @@ def _print(result: dict[str, Any]) -> None:
     for _, group in groupby(result["layers"], key=lambda layer: {k: v for k, v in layer.items() if k not in ("layer", "k_proj_bias")}):
         run = list(group)
         first, last = run[0]["layer"], run[-1]["layer"]
-        what = "quantized" if run[0]["quantized"] else "full precision"
+        precision = "quantized" if run[0]["quantized"] else "full precision"
         sides = (_side_text(run[0]["kv"]), "from the same rows") if "kv" in run[0] else (_side_text(run[0]["k"]), _side_text(run[0]["v"]))
         rows.append(
             (
                 first if first == last else f"{first}-{last}",
-                what,
+                precision,
                 run[0]["reason"] or "",
                 *sides,
                 f"no: {run[0]['no_kernel']}" if run[0]["no_kernel"] else "yes",

@@ -157,9 +157,9 @@ def _print(result: dict[str, Any]) -> None:
     ]
     print_table("components", ("cache", "side", "part", "bytes", "size"), parts, numeric=("bytes", "size"))
     beside = [
-        (c["name"], what, c[key], format_bytes(c[key]))
+        (c["name"], label, c[key], format_bytes(c[key]))
         for c in result["caches"]
-        for key, what in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
+        for key, label in (("parameter_bytes", "parameters"), ("working_bytes", "working memory"))
         if c[key]
     ]
     if beside:

@@ -201,8 +201,8 @@ def _needle(kind: Kind, key: str, value: str) -> str:
     return NEEDLE.format(things=kind.values, key=key, value=value)
 
 
-def _drawn(what: str, rng: np.random.Generator) -> str:
-    match what:
+def _drawn(kind: str, rng: np.random.Generator) -> str:
+    match kind:
         case "numbers":
             return str(rng.integers(1_000_000, 10_000_000))
         case "uuids":

@@ -88,7 +88,7 @@ class Store:
     def read(self, layer: int, side: Side) -> tuple[np.ndarray, np.ndarray]:
         """Return (rows, gradients) of one side of one layer, mapped from their files: [samples, length, K, H] in the model's dtype."""
         rows, gradients = (
-            np.memmap(self.directory / f"{side}.{what}", self._dtype, "r", shape=self._shape)[layer] for what in ("rows", "gradients")
+            np.memmap(self.directory / f"{side}.{kind}", self._dtype, "r", shape=self._shape)[layer] for kind in ("rows", "gradients")
         )
         return rows, gradients
 

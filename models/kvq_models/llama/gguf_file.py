@@ -44,7 +44,7 @@ class GgufFile:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors' headers by their Hugging Face names; a tensor that has none keeps its own."""
+        """Return the tensors' headers by their Hugging Face names; a tensor that has none keeps its own."""
         return {
             name: StoredTensor(self.path, tuple(int(n) for n in reversed(t.shape)), t.tensor_type.name) for name, t in self._tensors.items()
         }
@@ -74,11 +74,11 @@ class GgufFile:
             return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
+    def _errors(self, task: str) -> Iterator[None]:
         """Turn whatever the library raises over a damaged file into a CheckpointError of one line."""
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{str(self.path)!r} {what}: {first_line(error)}") from error
+            raise CheckpointError(f"{str(self.path)!r} {task}: {first_line(error)}") from error

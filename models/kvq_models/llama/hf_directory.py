@@ -40,7 +40,7 @@ class HfDirectory:
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
-        """The model's configuration, with the end-of-sequence tokens of generation_config.json, if any: generation stops at those."""
+        """Return the model's configuration, with the end-of-sequence tokens of generation_config.json, if any, where generation stops."""
         config = LlamaConfig.from_hf(self.fields)
         generation_file = self.directory / "generation_config.json"
         eos_token_ids = token_ids(read_json(generation_file), "eos_token_id") if generation_file.exists() else ()
@@ -48,12 +48,12 @@ class HfDirectory:
 
     @functools.cached_property
     def fields(self) -> dict[str, Any]:
-        """The object in config.json."""
+        """Return the object in config.json."""
         return read_json(self.directory / "config.json")
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors in the headers of all files. A truncated file fails here: a header's offsets must cover its file exactly."""
+        """Return the tensors in the headers of all files. A truncated file fails here: a header's offsets must cover its file exactly."""
         stored: dict[str, StoredTensor] = {}
         for file in self.weight_files:
             with _opened(file) as tensors:
@@ -66,7 +66,7 @@ class HfDirectory:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The weight files: model.safetensors, or the shards that the index lists, or every *.safetensors."""
+        """Return the weight files: model.safetensors, or the shards that the index lists, or every *.safetensors."""
         directory = self.directory
         if (directory / "model.safetensors").exists():
             return [directory / "model.safetensors"]

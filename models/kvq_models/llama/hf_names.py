@@ -63,7 +63,7 @@ class Weight:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape that a checkpoint must store."""
+        """Return the shape that a checkpoint must store."""
         return self.spec.shape[::-1] if self.transpose else self.spec.shape
 
 

@@ -63,7 +63,7 @@ def _dynamic_theta(rope: RopeConfig, dim: int, capacity: int, max_positions: int
 
 
 def _llama3(plain: Frequencies, rope: RopeConfig) -> Frequencies:
-    """Wavelength in tokens: 2 pi / w. `blend` is 1 at the high-frequency bound and 0 at the low-frequency bound."""
+    """Rescale the frequencies of long wavelengths, 2 pi / w tokens. `blend` is 1 at the high-frequency bound and 0 at the other."""
     turns = np.float32(rope.original_max_position_embeddings) * plain / np.float32(2 * math.pi)
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
     blend = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))

@@ -118,7 +118,7 @@ def test_a_wrong_cache_is_caught(defect, single_steps):
     moved = wrong.kl > 1e-3
     in_window = wrong.position <= SPEC.recent
     if defect in ("a scale shifted by one group", "ageing off by one block"):
-        assert not moved[in_window].any(), f"{defect}: nothing has left the exact windows yet"
+        assert not moved[in_window].any(), f"{defect}: nothing has left the windows of full precision yet"
     assert moved[~in_window].mean() > 0.8, f"{defect}: only {moved[~in_window].mean():.0%} of later tokens move"
 
 

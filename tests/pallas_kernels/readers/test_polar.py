@@ -33,7 +33,7 @@ INTERPRETED = Launch(interpret=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Keys of this format with the values of another; a value format of None is exact rows in bfloat16."""
+    """Keys of this format with the values of another; a value format of None is rows in bfloat16."""
 
     id: str
     k: PolarFormat
