@@ -22,6 +22,7 @@ KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what
     "kvq_jax/attention/online_softmax.py": (PARTIAL,),
     "kvq_jax/attention/streaming.py": (PARTIAL,),
     "kvq_jax/codecs/kernel_readers.py": (LAYOUT, "pallas_kernels.readers"),
+    "kvq_jax/rope.py": ("pallas_kernels.angles",),
 }
 HEAVY = {"torch", "transformers"}  # never needed to import the cache or the kernels
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float16, Int
 
+from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.shared import dot, query_planes
@@ -36,8 +37,7 @@ class RotatedReader(Reader):
     """Keys of another reader, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos - k2 sin, k2 cos + k1 sin).
 
     Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [], both fp32. Body token t stands at
-    position sink + t. The halves of a head are whole chunks. Angles are fp32; their cosines and sines, queries and keys are fp16 before
-    and after.
+    position sink + t. The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16 before and after.
     """
 
     inner: Reader
@@ -138,9 +138,9 @@ class RotatedReader(Reader):
 def angle_tables(
     frequencies: Float[Array, " half"], positions: Int[Array, " n"]
 ) -> tuple[Float16[Array, "n half"], Float16[Array, "n half"]]:
-    """Return cosines and sines of position * frequency; angles are fp32."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(jnp.float32)[None]
-    return jnp.cos(angles).astype(jnp.float16), jnp.sin(angles).astype(jnp.float16)
+    """Return the cosines and sines of position * frequency, rounded to fp16."""
+    cos, sin = cos_and_sin(positions, frequencies)
+    return cos.astype(jnp.float16), sin.astype(jnp.float16)
 
 
 def rotated(first: Half, second: Half, cos: Float16[Array, "rows W"], sin: Float16[Array, "rows W"], asm: bool) -> tuple[Half, Half]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.tiles.layout import SPAN
 
 
@@ -21,5 +22,5 @@ class Turn(NamedTuple):
 
 def turn(frequencies: Float[Array, " half"], sink: int, tokens: int) -> Turn:
     """Return the rotation of `tokens` body tokens, the first of them at position `sink`."""
-    angles = [p.astype(jnp.float32)[:, None] * frequencies[None] for p in (sink + SPAN * jnp.arange(tokens // SPAN), jnp.arange(SPAN))]
-    return Turn(*(f(a) for a in angles for f in (jnp.cos, jnp.sin)))
+    starts, distances = sink + SPAN * jnp.arange(tokens // SPAN), jnp.arange(SPAN)
+    return Turn(*cos_and_sin(starts, frequencies), *cos_and_sin(distances, frequencies))

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kvq_jax.array_types import LengthsB
-from kvq_jax.rope import Rope
+from kvq_jax.rope import Rope, cosines_and_sines
 
 Solver = Literal["eigh", "power"]
 
@@ -58,9 +58,7 @@ def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: R
     With z_i = q_i + i q_{i+H/2}, RoPE is z_i e^{i p w_i}. So sum z_i conj(z_j) and sum z_i z_j, which hold the same numbers as Q^T Q, are
     multiplied by the means of e^{i p (w_i - w_j)} and of e^{i p (w_i + w_j)}.
     """
-    positions = (first[:, None] + jnp.arange(ahead)[None]).astype(jnp.float32)
-    angles = positions[..., None] * rope.inverse_frequencies[None, None]
-    turns = lax.complex(*(rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin)))  # [B, ahead, H/2]
+    turns = lax.complex(*cosines_and_sines(first[:, None] + jnp.arange(ahead)[None], rope))  # [B, ahead, H/2]
     less, more = (_product("bpi,bpj->bij", turns, other)[:, None] / ahead for other in (jnp.conj(turns), turns))
     half = matrix.shape[-1] // 2
     xx, xy, yx, yy = (matrix[..., i : i + half, j : j + half] for i in (0, half) for j in (0, half))
