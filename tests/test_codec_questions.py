@@ -45,7 +45,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
-    """What a module calls a name that it imports: the name, or nothing where it comes from another package than ours."""
+    """Map what a module calls the names that it imports to these names, or to nothing where they come from another package than ours."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

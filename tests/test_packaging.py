@@ -50,7 +50,7 @@ def site(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathl
 
 
 def run(program: str, site: pathlib.Path, folder: pathlib.Path) -> str:
-    """What a program prints in an empty folder, where only the wheel has our packages."""
+    """Return what a program prints in an empty folder, where only the wheel has our packages."""
     environment = os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     check = f"import kvq_jax\nassert kvq_jax.__file__.startswith({str(site)!r}), kvq_jax.__file__\n"
     done = subprocess.run([sys.executable, "-c", program + "\n" + check], cwd=folder, env=environment, capture_output=True, text=True)

@@ -155,7 +155,7 @@ def project() -> Project:
 
 
 def file_exists(name: str, beside: str) -> bool:
-    """Whether a path leads somewhere from the project, from `models/`, or from the file that names it; a bare file name: anywhere."""
+    """Return whether a path leads somewhere from the project, from `models/`, or from the file that names it; a bare name, anywhere."""
     if "*" in name:
         return any(ROOT.glob(name.rstrip("/")))
     if any((folder / name).exists() for folder in (ROOT, ROOT / "models", (ROOT / beside).parent)):
@@ -164,7 +164,7 @@ def file_exists(name: str, beside: str) -> bool:
 
 
 def dotted_exists(name: str) -> bool:
-    """Whether a name of package, module, symbol and member exists, from as many of its parts as are a module."""
+    """Return whether a name of package, module, symbol and member exists, from as many of its parts as are a module."""
     parts = name.replace("kvq.", "kvq_jax.", 1).split(".") if name.startswith("kvq.") else name.split(".")
     for i in range(len(parts), 0, -1):
         found = project().modules.get(".".join(parts[:i]))
@@ -177,7 +177,7 @@ def dotted_exists(name: str) -> bool:
 
 
 def quoted_exists(name: str) -> bool:
-    """Whether code has the name; of a.b, whether code says so, or a module or class called `a` has a `b`."""
+    """Return whether code has the name; of a.b, whether code says so, or a module or class called `a` has a `b`."""
     first, *rest = name.split(".")
     if first in NOT_OURS or name in INSTRUCTIONS or (rest and rest[-1] in SUFFIXES):
         return True

@@ -112,7 +112,7 @@ def test_a_planted_wrong_result_is_refused(tmp_path, monkeypatch):
 
 
 def test_pytrees_are_rebuilt_with_other_leaves():
-    """What JAX puts into a tree is not what the constructor takes; neither are the descriptions of a layout."""
+    """JAX puts things into a tree that the constructor does not take; nor does it take the descriptions of a layout."""
     body = grouped_array.quantize(ROWS, FORMAT)
     named = jax.tree.map(lambda leaf: object(), body)
     assert isinstance(named, GroupedArray)

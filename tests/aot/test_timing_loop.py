@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missin
 
 
 def done_before_the_loop() -> list[str]:
-    """What the timed program of the candidate that dequantizes does with the stored arrays before its loop begins."""
+    """Return what the timed program of the candidate that dequantizes does with the stored arrays before its loop begins."""
     task = next(t for t in attention_tasks(shape_of("Llama-3.1-8B", 4096, 16), ()) if t.candidate.startswith(DEQUANTIZED)).make()
     x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, timed_case.SEED)
     loop = device_timing.timing_loop(task.calls[0][1], task.feed, 3)

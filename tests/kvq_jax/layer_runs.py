@@ -136,7 +136,7 @@ def key_map(width: int) -> np.ndarray:
 
 @functools.cache
 def key_bias(width: int) -> np.ndarray:
-    """What of the keys of `sequences` is the bias of their projection, where a cache asks; the x of such a projection is read nowhere."""
+    """Return the bias of the keys of `sequences`, where a cache asks for it; the x of such a projection is read nowhere."""
     return np.random.default_rng(8).normal(size=width).astype(np.float32)
 
 
@@ -240,7 +240,7 @@ def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, n
 
 
 def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
-    """What is not bitwise equal between two `live` states, with the row where it first differs: for states that one compiled function made,
+    """Return what is not bitwise equal between two `live` states, and the row where it first differs: for states of one compiled function,
     or that hold the same numbers. For two compiled functions there is `beyond_rounding`."""
     assert first.keys() == second.keys()
     found = []
@@ -252,7 +252,7 @@ def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> 
 
 
 def beyond_rounding(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
-    """What differs between two `live` states by more than two compiled functions may round apart (design: laws of the cache).
+    """Return what differs between two `live` states by more than two compiled functions may round apart (design: laws of the cache).
 
     Floats: 1e-5, or one unit in the last place of a 16-bit float, of the entry and of the array's root mean square. Integers, which are
     packed codes and indices of outliers: one entry in 10^4, and one in fewer.

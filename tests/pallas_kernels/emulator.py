@@ -86,8 +86,10 @@ INSTRUCTIONS = {
 
 
 def computed(assembly: str, pack: int, result: jax.ShapeDtypeStruct, *args: Any) -> np.ndarray:
-    """What the assembly leaves in $0. Elements of 16 bits share a register in pairs, those of 32 have one each: of a pack of two, the first
-    and the second come as operands of their own."""
+    """Return what the assembly leaves in $0.
+
+    Elements of 16 bits share a register in pairs, those of 32 have one each: of a pack of two, the first and the second come as operands of
+    their own."""
     operands = [np.ascontiguousarray(a).view(U) for a in args]
     if pack == 2:
         sizes = [np.dtype(a.dtype).itemsize for a in args]

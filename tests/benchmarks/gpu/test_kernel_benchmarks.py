@@ -184,7 +184,7 @@ def per_token_bytes(tree: Any, tokens: int) -> int:
 
 @pytest.mark.parametrize("case", CASES[1:2] + CASES[3:], ids=lambda case: case.section)
 def test_products_count_all_that_grows_with_tokens(case: Case):
-    """What is stored, and what a call reads or writes for each token: by one rule, whether that is a weight or a score."""
+    """Bytes are the stored ones and those that a call reads or writes for each token: by one rule, whether that is a weight or a score."""
     for planned in case.tasks(INTERPRETED, ()):
         if planned.candidate == "packing":
             continue

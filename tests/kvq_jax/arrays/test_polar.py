@@ -143,7 +143,7 @@ def test_what_is_not_finite_changes_no_other_token(bad: float):
 @pytest.mark.parametrize("grid", ["grouped", "global"])
 @pytest.mark.parametrize("bits", [(1, 3), (3, 2), (4, 4), (6, 2)])
 def test_looked_up_products_and_keys_give_the_same_scores(bits: tuple[int, int], grid: str):
-    """Of one query row, which makes no key, and of three, against float64 keys from the codes and the formulas of the paper."""
+    """One query row makes no key, three do; both are held against float64 keys from the codes and the formulas of the paper."""
     rng = np.random.default_rng(4)
     rows, q = (rng.normal(size=(2, 2, n, 32)).astype(np.float32) for n in (64, 3))
     spec = f"polarquant:angle_bits={bits[0]},radius_bits={bits[1]},grid={grid},group_size=32"

@@ -133,7 +133,7 @@ def test_parameters_are_what_is_described(case: MethodCase):
 
 
 def described_weights(plan: LayerPlan) -> LayerWeights:
-    """What `layer_runs.layer_weights` makes, described."""
+    """Describe what `layer_runs.layer_weights` makes."""
     model, out = Axis("model", 2 * plan.heads * plan.head_dim), Axis("kv_heads", plan.heads, each=plan.head_dim)
     kernel, gains = ArraySpec((model, out), "float32"), ArraySpec((model,), "float32")
     bias = ArraySpec((out,), "float32") if isinstance(plan.k, BiasSubtracting) else None

@@ -129,7 +129,7 @@ class Calls(NamedTuple):
 
 @pytest.fixture
 def given(monkeypatch):
-    """What codecs were given to calibrate with, side by side in the order of the layers."""
+    """Return what codecs were given to calibrate with, side by side in the order of the layers."""
     calls, original = Calls([], []), KVQuantCodec.calibrate
 
     def calibrate(self, rows, gradients):

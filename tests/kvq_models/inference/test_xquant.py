@@ -44,7 +44,7 @@ def model(name: str):
 
 @functools.cache
 def exact_inputs(name: str) -> tuple[kvq.LayerInputs, ...]:
-    """What every layer of the exact model offers for two rows of tokens."""
+    """Return what every layer of the exact model offers for two rows of tokens."""
     llama = model(name)
     tokens = random_tokens((2, LENGTH))
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)

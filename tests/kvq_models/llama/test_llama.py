@@ -132,7 +132,7 @@ def test_causal_attention_reads_kv_head_n_over_g_for_query_head_n(heads, kv_head
 
 
 def test_layer_inputs_rebuild_keys_and_values_from_x():
-    """What methods that cache x or pre-RoPE keys rely on: x alone gives back every row that attention reads."""
+    """Methods that cache x or pre-RoPE keys rely on this: x alone gives back every row that attention reads."""
     llama = random_llama(QWEN3)
     layer: Layer = llama.layers[0]
     rope = rope_for(llama.config, capacity=8)

@@ -106,7 +106,7 @@ def check_lengths(case: KernelCase, lengths: Lengths, tuning: Tuning | None, lau
 
 
 def check_garbage(case: KernelCase, lengths: Lengths, tuning: Tuning | None, launch: Launch, garbage: float) -> None:
-    """What lies at a row's limit and behind it changes no bit, whatever it is."""
+    """Check that what lies at a row's limit and behind it changes no bit, whatever it is."""
     arrays, live = stored(case, lengths), np.asarray(lengths.limits) < lengths.capacity
     dirty = [spoiled(f, a, lengths.limits, garbage) for f, a in zip((case.k, case.v), arrays, strict=True)]
     for before, after in zip(jax.tree.leaves(arrays), jax.tree.leaves(dirty), strict=True):

@@ -155,7 +155,7 @@ def wanted_codes(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None,
 
 
 def disagreement(case: QuantizeCase, found: Packed, wanted: GroupedArray, codes: np.ndarray, share: float = 1e-4) -> str | None:
-    """What is wrong, if anything. At most `share` of the codes may differ, by one."""
+    """Return what is wrong, if anything. At most `share` of the codes may differ, by one."""
     assert found.scale.dtype == jnp.dtype(case.format.scale_dtype)
     assert [w.shape for w in found.words] == [w.shape for w in wanted.words]
     if (found.zero is None) != (wanted.zero is None):

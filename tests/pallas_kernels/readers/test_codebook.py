@@ -101,8 +101,8 @@ def check_attention(case: Case, lengths: Lengths, tuning: Tuning | None, launch:
 
 
 def check_garbage(case: Case, lengths: Lengths, tuning: Tuning | None, launch: Launch) -> None:
-    """What lies at a row's limit and behind it changes no bit, whatever it is; but by rounding where outliers of values are added up, which
-    a GPU does in any order."""
+    """Check that what lies at a row's limit and behind it changes no bit, whatever it is, except by rounding where outliers of
+    values are added up, which a GPU does in any order."""
     tolerance = 1e-5 if case.v.slots and not launch.interpret else 0.0
     sides, less = sides_of(case, lengths), tuple(max(n - 32, 0) for n in lengths.limits)
     arrays = [side.arrays for side in sides]

@@ -113,7 +113,7 @@ def test_usual_steps_run_on_a_gpu(arithmetic):
 
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 def test_offsets_name_the_unit_that_holds_the_start(size):
-    """Of a whole tile, which knows its number, and of one that starts anywhere, the same."""
+    """A whole tile knows its number; a tile that starts anywhere divides its start."""
     for i in range(6):
         whole, anywhere = Tile(size, jnp.asarray(i * size), jnp.asarray(i)), Tile(size, jnp.asarray(i * size), None)
         for unit in (1, 32, 128, 512):

@@ -144,7 +144,7 @@ def check_lengths(case: Case, tuning: Tuning | None, launch: Launch) -> None:
 
 
 def check_garbage(case: Case, tuning: Tuning | None, launch: Launch, garbage: float) -> None:
-    """What lies at a row's limit and behind it changes no bit, whatever it is."""
+    """Check that what lies at a row's limit and behind it changes no bit, whatever it is."""
     q, limits = queries(case), lengths((tuning or case.usual).tile).limits
     clean = [stored_keys(case.k, rows(case.head_dim, 0))[0], stored_rows(case.v, rows(case.head_dim, 1))[0]]
     dirty = [spoiled_keys(case.k, clean[0], limits, garbage), spoiled(case.v, clean[1], limits, garbage)]
