@@ -3,7 +3,7 @@
     decode    token after token through the cache, as generation reads it. The truth. A step of several tokens equals as many
               single steps and is quicker; fused kernels, where a GPU has them, serve single ones.
     chunked   `prefill` of one chunk after the other: exact inside a chunk, the prefix through the cache. Servers treat prompts this way.
-    fake      one forward pass in which every token is quantized (forward.py). Papers simulate this.
+    fake      one forward pass in which every token is quantized (forward.py), as KVQuant and XQuant simulate their perplexities.
 
 Every mode walks over the same slices of positions, and all caches walk together: the full-precision logits of a slice are computed once,
 compared with those of each cache, and dropped.

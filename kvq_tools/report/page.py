@@ -187,6 +187,6 @@ def _mode(report: Report) -> str:
     text = {
         "decode": "token after token, as generation does" + (f" ({request.step} at a time)" if (request.step or 1) > 1 else ""),
         "chunked": f"chunks of {request.chunk} tokens, as serving reads a prompt",
-        "fake": "one forward pass with every token quantized, as papers simulate",
+        "fake": "one forward pass with every token quantized, as the perplexities of KVQuant and XQuant are simulated",
     }[request.mode]
     return text + (f", after a prompt of {request.prompt} tokens" if request.prompt else "")
