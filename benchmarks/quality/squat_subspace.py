@@ -89,7 +89,7 @@ def score_error(queries: Float[Array, "1 N R H"], keys: Float[Array, "1 K T H"],
 def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H"], heads: int) -> Float[np.ndarray, " H"]:
     """Mean deviation of `queries`, normalized, from the subspaces of rank 1, 2, ... H of `spanning`; both of the same KV heads."""
     matrix = subspace.gram(spanning, jnp.ones((1, spanning.shape[2]), bool), heads)
-    _, vectors = subspace.directions(matrix, matrix.shape[-1], "eigh")
+    _, vectors = subspace.directions(matrix, matrix.shape[-1])
     grouped = queries.reshape(heads, -1, queries.shape[-1])
     unit = grouped / jnp.linalg.norm(grouped, axis=-1, keepdims=True)
     inside = jnp.cumsum(jnp.square(jnp.einsum("kth,khr->ktr", unit, vectors[0])), axis=-1)

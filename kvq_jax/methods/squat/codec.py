@@ -16,7 +16,6 @@ from kvq_jax.arrays.packing import pack
 from kvq_jax.codecs.base import KernelJob
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.squat import subspace
-from kvq_jax.methods.squat.subspace import Solver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,6 @@ class SquatCodec(GroupedCodec):
     query_rope: bool = True
     ahead: int = 0
     normalize: bool = False
-    solver: Solver = "power"
     shared: bool = False
 
     def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
@@ -58,7 +56,7 @@ class SquatCodec(GroupedCodec):
             matrix = subspace.turned(matrix, length, self.ahead, inputs.rope)
         if self.normalize:
             matrix = matrix / jnp.maximum(length, 1).astype(jnp.float32)[:, None, None, None]
-        matrices = subspace.corrections(matrix, self.rank, self.solver, self.lam, self.block_channels)
+        matrices = subspace.corrections(matrix, self.rank, self.lam, self.block_channels)
         return jnp.broadcast_to(matrices, (inputs.valid.shape[0], *matrices.shape[1:]))
 
     def statistics_spec(self, batch: int, heads: int) -> ArraySpec:

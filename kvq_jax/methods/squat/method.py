@@ -12,7 +12,6 @@ from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
-from kvq_jax.methods.squat.subspace import Solver
 
 BITS = (2, 3, 4)
 # Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which here are recent=0, block=32.
@@ -40,7 +39,6 @@ class _Squat(Method):
     lam: float = option(0.001, "lambda, the weight of errors inside the subspace; 0 is KIVI")
     block_channels: int = option(0, "channels that are quantized between two corrections, g (0: half the head dim)")
     normalize: bool = option(False, "divide the squared singular values by the prompt's length, with which they grow")
-    solver: Solver = option("power", "for the subspace: 10 steps of block power iteration, or all eigenvectors", choices=("power", "eigh"))
     shared_subspace: bool = option(False, "the paper's sharing: all sequences of a batch take the subspace of the first (an experiment)")
     scale_dtype: str = option("float16", "dtype of scales and zero points", choices=("float16", "bfloat16", "float32"))
 
@@ -69,7 +67,6 @@ class _Squat(Method):
             lam=self.lam,
             block_channels=width,
             normalize=self.normalize,
-            solver=self.solver,
             shared=self.shared_subspace,
         )
         return self._with_queries(codec)

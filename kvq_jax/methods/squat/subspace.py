@@ -18,9 +18,6 @@ factorization gives what Lemma 3 finds step by step, in O(H^3). Source: Wang et 
 
 from __future__ import annotations
 
-from typing import Literal
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -28,11 +25,7 @@ from jaxtyping import Array, Bool, Float
 from kvq_jax.array_types import LengthsB
 from kvq_jax.rope import Rope, cosines_and_sines
 
-Solver = Literal["eigh", "power"]
-
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
-POWER_STEPS = 10  # as in the public code
-POWER_SPARE = 4  # columns beyond the rank that the power iteration carries: the last ones converge slowly
 LARGEST_WEIGHT = 1e5  # of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be factored in fp32
 
 
@@ -68,7 +61,7 @@ def turned(matrix: Float[Array, "B K H H"], first: LengthsB, ahead: int, rope: R
     return jnp.concatenate([upper, lower], axis=-2) / 2
 
 
-def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam: float, block: int) -> Float[Array, "B K later earlier"]:
+def corrections(matrix: Float[Array, "B K H H"], rank: int, lam: float, block: int) -> Float[Array, "B K later earlier"]:
     """Return all matrices B_t H_t (`updates`) for the `rank` largest directions of Q^T Q.
 
     On CPUs they are computed for one batch row and head after the other: JAX 0.10 hands the matrices of a batch to the very threads that
@@ -76,7 +69,7 @@ def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam:
     """
 
     def of(matrix: Array) -> Array:
-        return updates(*directions(matrix, rank, solver), lam, block)
+        return updates(*directions(matrix, rank), lam, block)
 
     def one_by_one(matrix: Array) -> Array:
         matrices = lax.map(of, matrix.reshape(-1, 1, 1, *matrix.shape[2:]))
@@ -85,26 +78,12 @@ def corrections(matrix: Float[Array, "B K H H"], rank: int, solver: Solver, lam:
     return lax.platform_dependent(matrix, cpu=one_by_one, default=of)
 
 
-def directions(matrix: Float[Array, "B K H H"], rank: int, solver: Solver) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
+def directions(matrix: Float[Array, "B K H H"], rank: int) -> tuple[Float[Array, "B K r"], Float[Array, "B K H r"]]:
     """Return (S^2 in descending order, V^T): the largest eigenvalues of Q^T Q and their eigenvectors, which are Q's squared singular values
-    and right singular vectors.
-
-    `power` iterates on a block of vectors from a fixed start and is approximate; where that block would hold all vectors, `eigh` is used.
+    and right singular vectors. Exact up to fp32, whatever the spectrum: all eigenvectors are computed (docs/decisions.md).
     """
-    if solver == "eigh" or rank + POWER_SPARE >= matrix.shape[-1]:
-        values, vectors = jnp.linalg.eigh(matrix)
-    else:
-        basis = _power_iteration(matrix, rank + POWER_SPARE)
-        small = _product("bkhr,bkhi,bkis->bkrs", basis, matrix, basis)
-        values, inside = jnp.linalg.eigh(small)
-        vectors = _product("bkhr,bkrs->bkhs", basis, inside)
+    values, vectors = jnp.linalg.eigh(matrix)
     return jnp.maximum(values[..., : -rank - 1 : -1], 0), vectors[..., : -rank - 1 : -1]
-
-
-def _power_iteration(matrix: Float[Array, "B K H H"], width: int) -> Float[Array, "B K H width"]:
-    start = jax.random.normal(jax.random.key(0), (matrix.shape[-1], width), jnp.float32)
-    basis = jnp.broadcast_to(jnp.linalg.qr(start)[0], (*matrix.shape[:-1], width))
-    return lax.fori_loop(0, POWER_STEPS, lambda _, b: jnp.linalg.qr(_product("bkhi,bkir->bkhr", matrix, b))[0], basis)
 
 
 def updates(values: Float[Array, "B K r"], vectors: Float[Array, "B K H r"], lam: float, block: int) -> Float[Array, "B K later earlier"]:

@@ -16,7 +16,7 @@ from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
 
-CODEC = SquatCodec("k", GroupFormat(2, "asym", "tokens", 32, 128, 32, "float32"), rank=5, lam=1e-3, block_channels=64, solver="eigh")
+CODEC = SquatCodec("k", GroupFormat(2, "asym", "tokens", 32, 128, 32, "float32"), rank=5, lam=1e-3, block_channels=64)
 
 
 def data() -> dict[str, np.ndarray]:
@@ -39,13 +39,12 @@ def relative(found, expected) -> float:
     return float(np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("solver", ["eigh", "power"])
-def test_the_subspace_is_that_of_the_public_code(solver: subspace.Solver):
+def test_the_subspace_is_that_of_the_public_code():
     upper = data()["QtQ_upper"]
     matrix = subspace.gram(jnp.asarray(data()["Q_triangular"]), jnp.ones((1, 128), bool), 1)
 
     def projected(rank: int) -> np.ndarray:
-        values, vectors = subspace.directions(matrix, rank, solver)
+        values, vectors = subspace.directions(matrix, rank)
         return np.triu(np.asarray(jnp.einsum("bkhr,bkr,bkir->bkhi", vectors, values, vectors))[0, 0])
 
     assert relative(projected(5), upper) <= 2e-5
@@ -70,8 +69,7 @@ def test_codes_and_numbers_are_those_of_the_public_code_given_its_matrices():
         compare_codes(coded(-data()["BH"])[0], data()["codes"])
 
 
-@pytest.mark.parametrize("solver", ["eigh", "power"])
-def test_codes_from_the_queries_are_those_of_the_public_code(solver: subspace.Solver):
-    codes, numbers, _ = coded(statistics(dataclasses.replace(CODEC, solver=solver)))
+def test_codes_from_the_queries_are_those_of_the_public_code():
+    codes, numbers, _ = coded(statistics())
     compare_codes(codes, data()["codes"])
     assert relative(numbers, data()["deq"]) <= 2e-5
