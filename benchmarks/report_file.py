@@ -31,7 +31,10 @@ RESULTS = pathlib.Path(__file__).parent / "results"  # the committed reports and
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The header of every report. Files that were made before a benchmark recorded its device or Python version have "" there."""
+    """The header of every report. Files that were made before a benchmark recorded its device, Python version or commit have "" there.
+
+    commit: of the project's sources, with "+" where files differed from it; "" outside a repository.
+    """
 
     title: str = ""
     command: str
@@ -39,6 +42,7 @@ class Report:
     device: str = ""
     jax_version: str
     python_version: str = ""
+    commit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file. Reports that list derived numbers add them here."""
@@ -64,6 +68,7 @@ class Header(TypedDict):
     device: str
     jax_version: str
     python_version: str
+    commit: str
 
 
 def header(command: Sequence[str]) -> Header:
@@ -74,7 +79,16 @@ def header(command: Sequence[str]) -> Header:
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
         "python_version": platform.python_version(),
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    command = ("git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
+    try:
+        return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def now() -> str:
