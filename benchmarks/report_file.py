@@ -79,11 +79,13 @@ def header(command: Sequence[str]) -> Header:
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
         "python_version": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
-def _commit() -> str:
+@functools.cache
+def commit() -> str:
+    """Return the short name of the commit that is checked out, with "+" where files differ from it; "" outside a repository."""
     command = ("git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
     try:
         return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
@@ -93,18 +95,6 @@ def _commit() -> str:
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-@functools.cache
-def commit() -> str:
-    """Return the short name of the commit that is checked out, with "+" where files differ from it; "" outside a checkout."""
-    git = ["git", "-C", str(pathlib.Path(__file__).parent)]
-    try:
-        name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return name + "+" * bool(changed)
 
 
 def arguments(argv: Sequence[str] | None) -> Sequence[str]:
