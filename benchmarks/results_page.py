@@ -54,7 +54,7 @@ KINDS = (
     Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
     Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),
     Kind(
-        "squat_subspace",
+        "squat_subspace*",
         squat_subspace_report.SubspaceReport,
         squat_subspace_report.page,
         _always("how well a prompt's queries tell where later ones lie"),

@@ -1,4 +1,4 @@
-"""Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of the SQuat paper on the embedded model.
+"""Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of the SQuat paper on a model.
 
 The model reads a prompt and writes a response without any quantization, so that errors do not change what is written (Appendix E.1).
 
@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.squat_subspace_report import LAMS, SCORE_RANKS, Deviation, Prediction, ScoreError, SubspaceReport, draw
+from benchmarks.quality.squat_subspace_report import LAMS, PAPERS, SCORE_RANKS, Deviation, Prediction, ScoreError, SubspaceReport, draw
 from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
 from kvq_models import EMBEDDED, Llama, Sampling, generate, load_llama, prefill, score
@@ -129,10 +130,12 @@ def _coded(spec: str, inputs: kvq.LayerInputs) -> Float[Array, "B K T H"]:
     return kvq.roundtrip_layer(spec, inputs)[0]
 
 
-def layer_errors(inputs: kvq.LayerInputs, prompt: int, layer: int) -> Iterator[ScoreError]:
+def layer_errors(
+    inputs: kvq.LayerInputs, prompt: int, layer: int, ranks: Sequence[int] = SCORE_RANKS, lams: Sequence[float] = LAMS
+) -> Iterator[ScoreError]:
     """KIVI and SQuat on the prompt's keys, in every setting."""
     for setting in settings(inputs, prompt):
-        grid = [(rank, lam) for rank in SCORE_RANKS for lam in LAMS]
+        grid = [(rank, lam) for rank in ranks for lam in lams]
         specs: dict[tuple[int | None, float | None], str] = {(None, None): setting.kivi}
         specs |= {(rank, lam): f"{setting.squat}{',' if ':' in setting.squat else ':'}rank={rank},lam={lam:f}" for rank, lam in grid}
         for (rank, lam), spec in specs.items():
@@ -146,12 +149,15 @@ def layer_deviations(response: kvq.LayerInputs, sources: dict[str, kvq.LayerInpu
         for source, given in sources.items():
             spanning, queries = (i.q_rot if rope else before_rope(i).q_rot for i in (given, response))
             found = deviations(spanning, queries, heads)
-            yield Deviation(source, rope, layer, tuple(round(float(found[rank - 1]), 5) for rank in RANKS))
+            yield Deviation(source, rope, layer, tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found)))
 
 
 def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following: int) -> Iterator[Prediction]:
-    """Windows of the text, side by side: their first `prompt` tokens are prefilled, the next are scored through the cache."""
+    """Windows of the text, side by side: their first `prompt` tokens are prefilled, the next are scored through the cache. None of an empty
+    text."""
     count = len(ids) // (prompt + following)
+    if not count:
+        return
     windows = ids[: count * (prompt + following)].reshape(count, -1)
     for spec in CACHES:
         cache = kvq.init_cache(f"{spec}{',' if ':' in spec else ':'}recent=0", llama.config, count, prompt + following + 32, "float32")
@@ -160,11 +166,14 @@ def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following
         yield Prediction(spec, count * (following - 1), round(-float(jnp.sum(logprobs)) / (count * (following - 1)), 5))
 
 
-def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, command: Sequence[str]) -> SubspaceReport:
-    """ValueError where a text is too short."""
-    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+def run(options: argparse.Namespace) -> SubspaceReport:
+    """Measure everything. ValueError where a text is too short."""
+    text, other, prompt, response = options.text, options.other_text, options.prompt, options.response
+    llama, tokenizer = load_llama(options.model, dtype="float32")
     ids, other_ids = (np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32) for f in (text, other))
-    total = prompt + response
+    total, head_dim = prompt + response, llama.config.head_dim
+    if max(options.rank) > head_dim:
+        raise ValueError(f"rank {max(options.rank)} must be at most the model's head_dim ({head_dim})")
     if len(ids) < 2 * total or len(other_ids) < total:
         raise ValueError(f"{text.name} must have {2 * total} tokens and {other.name} {total}; they have {len(ids)} and {len(other_ids)}")
     cache = kvq.init_cache("dense", llama.config, 1, total, "float32")
@@ -181,33 +190,55 @@ def run(text: pathlib.Path, other: pathlib.Path, prompt: int, response: int, com
             "another text": foreign,
         }
         found_deviations += layer_deviations(tokens_of(inputs, prompt, total), sources, i)
-        found_errors += layer_errors(inputs, prompt, i)
+        found_errors += layer_errors(inputs, prompt, i, options.rank, options.lam)
+        print(f"layer {i + 1} of {llama.config.num_hidden_layers}", file=sys.stderr, flush=True)
     return SubspaceReport(
         title="The subspace of SQuat",
-        **header(command),
-        model="the embedded Llama, float32",
+        **header(_command(options)),
+        model=f"{'the embedded Llama' if options.model == EMBEDDED else options.model.name}, float32",
         text=text.name,
         other_text=other.name,
         prompt_tokens=prompt,
         response_tokens=response,
-        ranks=RANKS,
+        ranks=tuple(rank for rank in RANKS if rank <= head_dim),
+        score_ranks=tuple(options.rank),
+        lams=tuple(options.lam),
         deviations=tuple(found_deviations),
         errors=tuple(found_errors),
-        predictions=tuple(predictions(llama, ids, prompt, response)),
+        predictions=tuple(predictions(llama, ids[: None if options.windows is None else options.windows * total], prompt, response)),
     )
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """Return the words of the command line, files by their names."""
+    model = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
+    texts = [f"--text {options.text.name}", f"--other-text {options.other_text.name}"]
+    sizes = [f"--prompt {options.prompt}", f"--response {options.response}"]
+    grid = [f"--rank {' '.join(map(str, options.rank))}", f"--lam {' '.join(f'{lam:g}' for lam in options.lam)}"]
+    windows = [] if options.windows is None else [f"--windows {options.windows}"]
+    return ["benchmarks.quality.squat_subspace", *model, *texts, *sizes, *grid, *windows, f"--json {options.json.name}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.squat_subspace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
+    parser.add_argument(
+        "--model", metavar="MODEL", type=pathlib.Path, default=EMBEDDED, help="a folder or GGUF file (default: the embedded one)"
+    )
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="default: the demo's")
     parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="another kind; default: LICENSE")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--response", type=int, default=256, help="tokens of the response (default: %(default)s)")
+    parser.add_argument("--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors (default: %(default)s)")
+    parser.add_argument(
+        "--lam", type=float, nargs="+", default=LAMS, help="lambdas of the errors; 0.001 is among them (default: %(default)s)"
+    )
+    parser.add_argument("--windows", type=int, help="windows of the text that are predicted through caches (default: all)")
     args = parser.parse_args(argv)
-    command = ["benchmarks.quality.squat_subspace", f"--json {args.json.name} --prompt {args.prompt} --response {args.response}"]
+    if PAPERS not in args.lam or 5 not in args.rank:
+        parser.exit(2, f"--lam must name {PAPERS:g} and --rank 5, the paper's own\n")
     try:
-        report = run(args.text, args.other_text, args.prompt, args.response, command)
+        report = run(args)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     report.write(args.json)

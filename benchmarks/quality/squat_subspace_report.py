@@ -14,6 +14,7 @@ from benchmarks.report_file import Report
 
 SCORE_RANKS = (1, 5, 20, 64)
 LAMS = (1e-5, 1e-4, 1e-3, 1e-2)
+PAPERS = 1e-3  # lambda of the paper's main experiments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubspaceReport(Report):
-    """The rows, and what they were measured on. ranks: of the deviations."""
+    """The rows, and what they were measured on. ranks: of the deviations; score_ranks and lams: of the errors."""
 
     model: str
     text: str
@@ -56,6 +57,8 @@ class SubspaceReport(Report):
     prompt_tokens: int
     response_tokens: int
     ranks: tuple[int, ...]
+    score_ranks: tuple[int, ...] = SCORE_RANKS
+    lams: tuple[float, ...] = LAMS
     deviations: tuple[Deviation, ...]
     errors: tuple[ScoreError, ...]
     predictions: tuple[Prediction, ...]
@@ -64,11 +67,18 @@ class SubspaceReport(Report):
         """Return the mean over the layers."""
         return np.mean([row.values for row in self.deviations if (row.source, row.rope) == (source, rope)], axis=0)
 
-    def ratio(self, setting: str, rank: int, lam: float) -> float:
-        """Return SQuat's error over KIVI's, the geometric mean over the layers."""
+    def layer_ratios(self, setting: str, rank: int, lam: float) -> dict[int, float]:
+        """Return SQuat's error over KIVI's by layer."""
         found = {(row.rank, row.lam, row.layer): row.error for row in self.errors if row.setting == setting}
         layers = sorted({layer for *_, layer in found})
-        return float(np.exp(np.mean([np.log(found[rank, lam, layer] / found[None, None, layer]) for layer in layers])))
+        return {layer: found[rank, lam, layer] / found[None, None, layer] for layer in layers}
+
+    def ratio(self, setting: str, rank: int, lam: float) -> float:
+        """Return SQuat's error over KIVI's, the geometric mean over the layers."""
+        return float(np.exp(np.mean(np.log(list(self.layer_ratios(setting, rank, lam).values())))))
+
+    def settings(self) -> list[str]:
+        return list(dict.fromkeys(row.setting for row in self.errors))
 
 
 def page(report: SubspaceReport, file: pathlib.Path) -> str:
@@ -86,15 +96,28 @@ def page(report: SubspaceReport, file: pathlib.Path) -> str:
         "## Deviation of the response's queries from the subspace of other queries, by rank (the paper's Figure 2, left)",
         table(("queries that span it", *map(str, report.ranks)), ((label, *(f"{v:.2f}" for v in values)) for label, values in found)),
         "## Error of q . k for the response's queries and the prompt's keys, 2 bits, relative to KIVI's (Figure 2, right)",
-        "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded before it and then rotated. The last "
-        "table is of real caches without exact windows: nats of the tokens that follow prompts of the same length in the text.",
+        "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded before it and then rotated.",
     ]
-    for setting in dict.fromkeys(row.setting for row in report.errors):
-        lines = ((str(rank), *(f"{report.ratio(setting, rank, lam):.2f}" for lam in LAMS)) for rank in SCORE_RANKS)
-        parts.append(table((f"{setting}: rank", *(f"lam {lam:g}" for lam in LAMS)), lines))
-    predicted = ((f"`{row.cache}`", f"{row.nats:.3f}") for row in report.predictions)
-    parts.append(table(("cache", f"nats of {report.predictions[0].tokens} tokens"), predicted))
+    for setting in report.settings():
+        lines = ((str(rank), *(f"{report.ratio(setting, rank, lam):.2f}" for lam in report.lams)) for rank in report.score_ranks)
+        parts.append(table((f"{setting}: rank", *(f"lam {lam:g}" for lam in report.lams)), lines))
+    parts.append("## The same by layer")
+    parts += [_by_layer(report, rank) for rank in report.score_ranks if rank > 1]
+    if report.predictions:
+        predicted = ((f"`{row.cache}`", f"{row.nats:.3f}") for row in report.predictions)
+        parts += [
+            "## Real caches without exact windows: nats of the tokens that follow prompts of the same length in the text",
+            table(("cache", f"nats of {report.predictions[0].tokens} tokens"), predicted),
+        ]
     return "\n\n".join(parts)
+
+
+def _by_layer(report: SubspaceReport, rank: int) -> str:
+    """Render the ratios of every layer at the paper's lambda."""
+    settings = report.settings()
+    columns = [report.layer_ratios(setting, rank, PAPERS) for setting in settings]
+    lines = ((str(layer), *(f"{column[layer]:.2f}" for column in columns)) for layer in columns[0])
+    return table((f"rank {rank}, lam {PAPERS:g}: layer", *settings), lines)
 
 
 def draw(report: SubspaceReport) -> Any:
@@ -111,9 +134,9 @@ def draw(report: SubspaceReport) -> Any:
             left.plot(report.ranks, report.deviation(source, rope), style, color=f"C{i}", marker="o", markersize=3, label=label)
     left.set(xlabel="rank of the subspace", ylabel="deviation of the response's queries", ylim=(0, 1))
     for i, setting in enumerate(("queries and keys before RoPE", "squat", "squat:ahead=256", "squat_pre")):
-        for rank, style in ((5, "-"), (64, "--")):
-            ratios = [report.ratio(setting, rank, lam) for lam in LAMS]
-            right.plot(LAMS, ratios, style, color=f"C{i}", marker="o", markersize=3, label=f"{setting}, rank {rank}")
+        for rank, style in ((5, "-"), (report.score_ranks[-1], "--")):
+            ratios = [report.ratio(setting, rank, lam) for lam in report.lams]
+            right.plot(report.lams, ratios, style, color=f"C{i}", marker="o", markersize=3, label=f"{setting}, rank {rank}")
     right.axhline(1, color="grey", linewidth=0.8)
     right.set(xscale="log", yscale="log", xlabel="lam", ylabel="error of q . k, relative to KIVI's")
     for axis in (left, right):

@@ -15,7 +15,7 @@ from benchmarks.cpu import squat_prefill
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.quality import squat_subspace
 from benchmarks.quality.squat_subspace import before_rope, deviations, layer_inputs, score_error, tokens_of
-from benchmarks.quality.squat_subspace_report import SubspaceReport, draw
+from benchmarks.quality.squat_subspace_report import ScoreError, SubspaceReport, draw
 from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED, load_llama
 
@@ -106,6 +106,35 @@ def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp
     assert f"{report.ratio('squat', 5, 1e-3):.2f}" in page
     assert f"{report.deviation('prompt', False)[0]:.2f}" in page
     assert f"| `kivi` | {report.predictions[1].nats:.3f} |" in page
+
+
+def test_a_page_has_the_ratios_of_every_layer_and_none_of_caches_that_were_not_read(tmp_path: pathlib.Path):
+    errors = {(None, None): (1.0, 2.0), (5, 1e-3): (0.5, 3.0), (7, 1e-3): (0.25, 1.0)}
+    report = dataclasses.replace(
+        SubspaceReport.read(RESULTS / "squat_subspace.json"),
+        score_ranks=(5, 7),
+        lams=(1e-3,),
+        errors=tuple(ScoreError("squat", rank, lam, layer, e) for (rank, lam), both in errors.items() for layer, e in enumerate(both)),
+        predictions=(),
+    )
+    assert report.layer_ratios("squat", 5, 1e-3) == {0: 0.5, 1: 1.5}
+    assert report.ratio("squat", 7, 1e-3) == pytest.approx((0.25 * 0.5) ** 0.5)
+    report.write(tmp_path / "squat_subspace_other.json")
+    page = results_page.render(tmp_path)["squat_subspace_other.md"]
+    assert "| rank 5, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.50 |\n| 1 | 1.50 |" in page
+    assert "| rank 7, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.25 |\n| 1 | 0.50 |" in page
+    assert "nats of" not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--rank", "5", "65"], "rank 65 must be at most the model's head_dim (64)"), (["--lam", "0.1"], "--lam must name 0.001")],
+)
+def test_a_grid_that_does_not_fit_is_refused(words: list[str], said: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        squat_subspace.main(["--json", str(tmp_path / "out.json"), *words])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_short_text_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
