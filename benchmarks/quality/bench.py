@@ -226,4 +226,5 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    return ["benchmarks.quality", options.suite, *words_of(options), *(["--stressed"] if options.stressed else [])]
+    only = [] if options.only is None else [f"--only '{options.only}'"]
+    return ["benchmarks.quality", options.suite, *words_of(options), *(["--stressed"] if options.stressed else []), *only]
