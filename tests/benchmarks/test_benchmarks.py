@@ -9,9 +9,11 @@ import re
 
 import pytest
 
+import kvq_jax as kvq
 from benchmarks import results_page
 from benchmarks.cpu import attention, decode_step
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.machine_code.report import Instructions, named_by_spec
 from benchmarks.report_file import RESULTS
 
 CACHES = ("kivi:bits=4", "innerq")
@@ -88,6 +90,15 @@ def test_the_commands_of_the_committed_results_exist():
     for file in RESULTS.glob("*.json"):
         module = json.loads(file.read_text(encoding="utf-8"))["command"].split()[2]
         assert importlib.util.find_spec(module), f"{file.name}: {module}"
+
+
+def test_specs_that_name_kernels_store_the_bits_of_their_rows():
+    rows = Instructions.read(RESULTS / "instructions.json").rows
+    named = [(row, re.match(r"`(\S+)`, H (\d+)", named_by_spec(row.name))) for row in rows]
+    specs = {(spec[1], int(spec[2]), row.stored_bits) for row, spec in named if spec}
+    assert {name for name, *_ in specs} > {"innerq:bits=2", "innerq:bits=1,mode=sym", "kivi:bits=4,pre_rope=true"}
+    for spec, head_dim, bits in specs:
+        assert kvq.body_bits_per_element(f"{spec},block=32", kvq.CacheDims(1, 8, 8, head_dim, 512)) == bits, spec
 
 
 def test_links_of_the_pages_lead_somewhere():
