@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -85,3 +85,27 @@ def bar(items: Sequence[T], message: str) -> Iterator[T]:
     if items and not shown:
         print(f"kvq: {message}, {len(items)} ...", file=sys.stderr, flush=True)
     yield from tqdm(items, desc=f"kvq: {message}", leave=False, disable=not items or not shown)
+
+
+@contextmanager
+def byte_bar(message: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many bytes of how many are done: in a bar on stderr in a terminal, as one line elsewhere.
+
+    Nothing is shown before its first call.
+    """
+    shown: list[tqdm] = []
+
+    def update(done: int, total: int) -> None:
+        if not shown:
+            terminal = sys.stderr.isatty()
+            if not terminal:
+                print(f"kvq: {message} ...", file=sys.stderr, flush=True)
+            text = f"kvq: {message}"
+            shown.append(tqdm(desc=text, total=total, initial=done, unit="B", unit_scale=True, leave=False, disable=not terminal))
+        shown[0].update(done - shown[0].n)
+
+    try:
+        yield update
+    finally:
+        for bar in shown:
+            bar.close()

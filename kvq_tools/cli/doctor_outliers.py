@@ -70,7 +70,7 @@ def differences(config: LlamaConfig) -> list[str]:
 def weights_alone(model: str, config: LlamaConfig) -> tuple[list[dict[str, Any]], list[str]]:
     """Return every layer's predictions and the notes to them, reading two projections of a layer at a time."""
     with input_errors():
-        files = checkpoint.open_checkpoint(inputs.locate(model))
+        files = checkpoint.open_checkpoint(model)
         stored = files.tensors
         width = config.num_key_value_heads * config.head_dim
         for name in (WEIGHT_NAME.format(layer, side) for layer in range(config.num_hidden_layers) for side in "kv"):
@@ -127,7 +127,7 @@ def read_windows(options: argparse.Namespace, config: LlamaConfig) -> np.ndarray
 def on_a_text(options: argparse.Namespace, windows: np.ndarray) -> tuple[list[dict[str, Any]], list[str]]:
     """Return every layer's predictions beside what the model's forward pass over the text shows, and notes."""
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype)
     head_dim, said, layers = llama.config.head_dim, [], []
 
     def bases() -> Iterator[tuple[np.ndarray, np.ndarray]]:

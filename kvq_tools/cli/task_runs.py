@@ -130,7 +130,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         samples = task_run.samples(prompts, config)
         check_samples(samples, config)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype)
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     for text, spec in caches:

@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import init_cache
-from kvq_models import EMBEDDED
 from kvq_models.inference.decoding import decode_scan, prefill, right_padded
 from kvq_models.inference.generation import generate_stream
 from kvq_models.inference.method_parameters import prepare
@@ -70,7 +69,7 @@ class _Generation:
 class KvqLM(TemplateLM):
     """A model of lm-eval whose every predicted token is read through a cache.
 
-    pretrained   a local Hugging Face directory, a Hub id, or "embedded" for the model that ships with kvq
+    pretrained   what `load_llama` takes: a local Hugging Face directory, a GGUF file, a Hub id, or a name ("embedded", "smollm2")
     cache        a spec
     calibration  what `kvq calibrate` wrote, for a cache that needs it
     dtype        of weights, activations and full-precision rows
@@ -103,7 +102,7 @@ class KvqLM(TemplateLM):
         if context not in get_args(Context):
             raise ValueError(f"{context=} must be one of {', '.join(get_args(Context))}")
         self.spec = kvq.parse(cache)
-        llama, self.tokenizer = load_llama(EMBEDDED if str(pretrained) == "embedded" else pretrained, dtype=dtype)
+        llama, self.tokenizer = load_llama(pretrained, dtype=dtype)
         if self.tokenizer is None:
             raise ValueError(f"{str(pretrained)!r} has no tokenizer, which is needed to read requests")
         self.max_length = max_length or llama.config.max_position_embeddings

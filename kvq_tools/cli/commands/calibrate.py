@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     work = Path(f"{out}.work" if options.work is None else options.work)
     ids, length = _checked(options, out)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype)
     started = time.perf_counter()
     try:
         with input_errors():

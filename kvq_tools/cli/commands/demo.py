@@ -23,6 +23,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
+from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, print_table, progress
 from kvq_tools.cli.continuation import Continuation
@@ -51,7 +52,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--model", default=inputs.EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)")
+    parser.add_argument("--model", default=EMBEDDED, help=f"{inputs.MODEL_HELP} (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text (default: the passage that ships with kvq)")
     parser.add_argument("--cache", metavar="SPEC", type=inputs.named_cache, action="append", help="a cache; may be given several times")
     inputs.add_calibration(parser, several=True)
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     for name, spec in caches:
         inputs.warn_if_exact(name, kvq.layout(spec, config, 1, task.capacity), task.capacity - 1, f"in {task.capacity} tokens")
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(inputs.locate(options.model), dtype="float32")
+        llama, _ = load_llama(options.model, dtype="float32")
         models = [prepare(llama, spec, file) for (_, spec), file in zip(caches, files, strict=True)]
     started = time.perf_counter()
     with progress(f"compiling for {len(caches)} caches"):

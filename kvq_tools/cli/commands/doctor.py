@@ -18,6 +18,7 @@ from kvq_models.calibration.needs import fingerprint_of, needs
 from kvq_models.inference.method_parameters import calibration_hint, check_calibration
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
+from kvq_models.named_models.names import located
 from kvq_tools.cli import doctor_outliers, inputs
 from kvq_tools.cli.console import UserError, input_errors, print_json, print_table
 
@@ -70,8 +71,8 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, options.cache)
     context = options.context or config.max_position_embeddings
     cache = kvq.layout(options.cache, config, 1, context)
-    biases = key_biases(inputs.locate(options.model), config)
-    calibration, missing = calibration_state(inputs.locate(options.model), config, cache.spec, options.calibration)
+    biases = key_biases(options.model, config)
+    calibration, missing = calibration_state(options.model, config, cache.spec, options.calibration)
     heads = config.num_attention_heads
     layers = [describe_layer(index, plan, cache.spec, heads) | _bias_facts(biases, index) for index, plan in enumerate(cache.plans)]
     result = {
@@ -188,7 +189,7 @@ def key_biases(model: str, config: LlamaConfig) -> list[np.ndarray] | None:
 
 def _stored_weights(model: str) -> checkpoint.Checkpoint | None:
     """Return the local checkpoint with its weights; None where there are none (a Hub id, a directory with config.json alone)."""
-    path = Path(model)
+    path = Path(located(model))
     if not path.is_file() and not any(path.glob("*.safetensors")):
         return None
     with input_errors():

