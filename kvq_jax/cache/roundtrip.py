@@ -29,7 +29,7 @@ def roundtrip_layer(
     below, by_codec = cross_layer.tokens_of(plan, carry, index), []
     for codec, mine in zip(plan.codecs, own, strict=False):
         rows = cross_layer.coded(codec, mine, codec.rows(mine, inputs).astype(jnp.float32), below)
-        stats = codec.prompt_statistics(mine, inputs, 0)
+        stats = codec.prompt_statistics(mine, inputs)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
         decoded = codec.dequantize(mine, stats, codec.quantize(mine, stats, padded, prefill=True))[:, :, :tokens]
         by_codec.append(cross_layer.decoded(codec, mine, decoded, below))

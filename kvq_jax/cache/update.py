@@ -95,7 +95,7 @@ def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: L
         return jnp.where(spec.along("batch", fresh), new, old)
 
     specs = tuple(codec.statistics_spec(1, plan.heads) for codec in plan.codecs)
-    prompt = tuple(codec.prompt_statistics(p, inputs, plan.regions.sink) for codec, p in zip(plan.codecs, params, strict=False))
+    prompt = tuple(codec.prompt_statistics(p, inputs) for codec, p in zip(plan.codecs, params, strict=False))
     return dataclasses.replace(state, stats=jax.tree.map(select, specs, prompt, state.stats))
 
 

@@ -136,9 +136,9 @@ class Codec(abc.ABC):
         calibrated too names them in its `calibration_key`."""
         return ""
 
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        """Return the statistics that the prompt fixes for each batch row, from its valid tokens at positions >= first: arrays as
-        `statistics_spec` describes them."""
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        """Return the statistics that the prompt fixes for each batch row, from all its valid tokens, those of the sink included: arrays
+        as `statistics_spec` describes them."""
         return ()
 
     def statistics_spec(self, batch: int, heads: int) -> Tree:

@@ -78,8 +78,8 @@ class BiasSubtracting(Codec):
         check_bias(weights)
         return {**(self.inner.from_weights(weights) or {}), "bias": weights.k_bias}
 
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
-        return self.inner.prompt_statistics(_own(params), _without(params, inputs), first)
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        return self.inner.prompt_statistics(_own(params), _without(params, inputs))
 
     def statistics_spec(self, batch: int, heads: int) -> Tree:
         return self.inner.statistics_spec(batch, heads)

@@ -32,17 +32,17 @@ class InnerQCodec(GroupedCodec):
     hybrid_decode: bool = True  # False: groups of generated tokens are symmetric (mode=hybrid_prefill)
     normalize: bool = False
 
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return the norm of each channel, [B, K, 1, H] fp32; () without `normalize`.
 
-            norm_h = max(1e-3, sqrt(max_t |k_th|))        over the prompt's valid, finite keys from position `first` on
+            norm_h = max(1e-3, sqrt(max_t |k_th|))        over all valid, finite keys of the prompt (section 4.3)
 
-        The norm is 1 for a row without such tokens.
+        The norm is 1 for a row without a prompt.
         """
         if not self.normalize:
             return ()
         keys = self.rows(params, inputs).astype(jnp.float32)
-        counted = (inputs.valid & (inputs.positions >= first))[:, None, :, None]
+        counted = inputs.valid[:, None, :, None]
         largest = jnp.max(jnp.where(counted & jnp.isfinite(keys), jnp.abs(keys), 0), axis=2, keepdims=True)
         norm = jnp.maximum(jnp.sqrt(largest), NORM_FLOOR)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), norm, 1.0)

@@ -46,17 +46,17 @@ class PolarCodec(Codec):
     def code_layout(self) -> PlaneLayout:
         return self.format.layout
 
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Tree:
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return the step of each pair's radii, [B, K, 1, H/2] fp32; () where each group of radii has a step of its own.
 
-            step_i = max_t r_ti / (2^radius_bits - 1)        over the prompt's valid, finite pairs from position `first` on
+            step_i = max_t r_ti / (2^radius_bits - 1)        over all valid, finite pairs of the prompt
 
         The step is 1 where there are no such pairs.
         """
         if self.format.grid == "grouped":
             return ()
         radius, _, finite = polar_array.to_polar(self.rows(params, inputs), saturation_limit(self.format.scale_dtype))
-        counted = (inputs.valid & (inputs.positions >= first))[:, None, :, None] & finite
+        counted = inputs.valid[:, None, :, None] & finite
         largest = jnp.max(jnp.where(counted, radius, 0), axis=2, keepdims=True)
         return jnp.where(jnp.any(counted, axis=2, keepdims=True), largest / self._most, 1.0)
 

@@ -38,11 +38,8 @@ class SquatCodec(GroupedCodec):
     normalize: bool = False
     shared: bool = False
 
-    def prompt_statistics(self, params: Tree, inputs: LayerInputs, first: int) -> Float[Array, "B K _ _"]:
-        """Return the matrices B_t H_t, made from the queries of all valid tokens.
-
-        The sink's queries count too: only its keys stay in full precision.
-        """
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K _ _"]:
+        """Return the matrices B_t H_t, made from the queries of all valid tokens."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre
         if queries is None or (self.ahead and inputs.rope is None):
             option = f"ahead={self.ahead} needs q_pre and the model's rope" if self.ahead else "queries=before_rope needs q_pre"

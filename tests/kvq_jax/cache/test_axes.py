@@ -97,7 +97,7 @@ def test_codecs_make_what_they_describe(case: MethodCase):
     for own, codec in zip(params, plan.codecs, strict=False):
         heads, channels = codec.row_axes(plan.heads, plan.head_dim)
         assert jax.eval_shape(codec.rows, own, inputs).shape == (batch, heads.size, CAPACITY, channels.size)
-        stats = jax.eval_shape(lambda own, inputs, codec=codec: codec.prompt_statistics(own, inputs, 0), own, inputs)
+        stats = jax.eval_shape(lambda own, inputs, codec=codec: codec.prompt_statistics(own, inputs), own, inputs)
         specs = codec.statistics_spec(batch, plan.heads)
         assert jax.tree.map(lambda spec: spec.struct, specs) == stats
         assert jax.eval_shape(lambda codec=codec: codec.initial_statistics(batch, plan.heads)) == stats

@@ -55,7 +55,7 @@ def coded(spec: str, tokens: Sequences, added: np.ndarray):
     params = codec.from_weights(layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH) + added.ravel()))
     length = np.full(2, TOKENS, np.int32)
     inputs = tokens.rows([0, 1]).window(0 * length, length, TOKENS)
-    stats = codec.prompt_statistics(params, inputs, 0)
+    stats = codec.prompt_statistics(params, inputs)
     body = codec.quantize(params, stats, codec.rows(params, inputs).astype(jnp.float32), prefill=True)
     q = inputs.q_rot.reshape(2, HEADS, -1, WIDTH)
     return codec, params, stats, body, q, inputs.positions

@@ -33,7 +33,7 @@ def key_codec(spec: str, dims: CacheDims = DIMS) -> SquatCodec:
 
 def statistics(spec: str, tokens: Sequences, lengths: np.ndarray = FULL) -> np.ndarray:
     """[B, K, H - g, last] of these prompts."""
-    return np.asarray(key_codec(spec).prompt_statistics((), tokens.window(ZERO, lengths, CAPACITY), 0))
+    return np.asarray(key_codec(spec).prompt_statistics((), tokens.window(ZERO, lengths, CAPACITY)))
 
 
 def with_queries(tokens: Sequences, q: np.ndarray) -> Sequences:
@@ -185,10 +185,10 @@ class TestSubspace:
         rolled = dataclasses.replace(inputs, q_pre=jnp.roll(inputs.q_pre, 1, axis=-1))
         for options, changed in (("", False), (",queries=before_rope", True)):
             codec = key_codec(f"squat_pre:rank=3,lam=0.01{options}")
-            one, other = (np.asarray(codec.prompt_statistics((), i, 0)) for i in (inputs, rolled))
+            one, other = (np.asarray(codec.prompt_statistics((), i)) for i in (inputs, rolled))
             assert (np.abs(one - other).max() > 1e-2) == changed
         with pytest.raises(ValueError, match="q_pre"):
-            key_codec("squat_pre:queries=before_rope").prompt_statistics((), dataclasses.replace(inputs, q_pre=None), 0)
+            key_codec("squat_pre:queries=before_rope").prompt_statistics((), dataclasses.replace(inputs, q_pre=None))
 
     def test_queries_can_be_turned_to_the_positions_that_follow_each_prompt(self):
         """Against Q^T Q of queries that were rotated there one position after the other; an attention factor scales them as RoPE does."""
@@ -211,11 +211,11 @@ class TestSubspace:
             assert np.abs(other - wanted).max() > 0.1 * np.abs(wanted).max(), f"{what} would pass"
 
         spec = "squat:rank=32,lam=0.01"
-        plain, turned = (np.asarray(key_codec(f"{spec}{o}").prompt_statistics((), inputs, 0)) for o in ("", f",ahead={ahead}"))
+        plain, turned = (np.asarray(key_codec(f"{spec}{o}").prompt_statistics((), inputs)) for o in ("", f",ahead={ahead}"))
         assert np.abs(plain - turned).max() > 1e-2
         for missing in ("q_pre", "rope"):
             with pytest.raises(ValueError, match=r"ahead=20 needs q_pre and the model's rope"):
-                key_codec(f"{spec},ahead={ahead}").prompt_statistics((), dataclasses.replace(inputs, **{missing: None}), 0)
+                key_codec(f"{spec},ahead={ahead}").prompt_statistics((), dataclasses.replace(inputs, **{missing: None}))
 
     def test_shared_it_is_the_first_rows_for_all_and_so_depends_on_the_batch(self):
         """An experiment outside the table of methods: it breaks the law that rows are independent."""

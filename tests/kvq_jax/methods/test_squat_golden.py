@@ -27,7 +27,7 @@ def statistics(codec: SquatCodec = CODEC):
     queries = jnp.asarray(data()["Q_triangular"])
     keys = jnp.zeros_like(queries)
     positions = jnp.arange(queries.shape[2], dtype=jnp.int32)[None]
-    return codec.prompt_statistics((), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None), 0)
+    return codec.prompt_statistics((), LayerInputs(None, None, queries, None, keys, keys, positions, positions >= 0, None))
 
 
 def coded(matrices) -> tuple[np.ndarray, np.ndarray, grouped_array.GroupedArray]:
