@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from kvq_jax.array_types import Axis
 
@@ -32,10 +32,14 @@ class ChannelGroup:
         """Lay out a statistic that was reduced over AXES (kept with size 1) as it is stored: [B, K / heads, H / channels, T]."""
         return jnp.swapaxes(jnp.squeeze(statistic, self.AXES), 2, 3)
 
+    def repeated(self, statistic: Shaped[Array, "B groups rest S"]) -> Shaped[Array, "B K S H"]:
+        """Repeat a stored statistic to one entry for each element."""
+        per_channel = jnp.repeat(jnp.swapaxes(statistic, 2, 3), self.channels, axis=3)
+        return jnp.repeat(per_channel, self.heads, axis=1) if self.heads > 1 else per_channel
+
     def spread(self, statistic: Float[Array, "B groups rest S"]) -> Float[Array, "B K S H"]:
         """Repeat a stored statistic, in fp32, to one entry for each element."""
-        per_channel = jnp.repeat(jnp.swapaxes(statistic.astype(jnp.float32), 2, 3), self.channels, axis=3)
-        return jnp.repeat(per_channel, self.heads, axis=1) if self.heads > 1 else per_channel
+        return self.repeated(statistic.astype(jnp.float32))
 
     def axes(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[Axis, ...]:
         """Return the axes of a stored statistic. Fewer heads than a group spans count as one group."""

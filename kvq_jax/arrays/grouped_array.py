@@ -13,18 +13,20 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt16
+from jaxtyping import Array, Float, Shaped, UInt16
 
 from kvq_jax.array_types import Axis
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
+from kvq_jax.arrays.uniform import Axes
 from kvq_jax.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 GroupedAxis = Literal["channels", "tokens"]
 Scheme = Literal["asym", "sym", "hybrid"]
+TOKEN_AXIS = 3  # of the tokens of one group, in rows that are split over tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +84,17 @@ class GroupedArray:
     format: GroupFormat = dataclasses.field(metadata={"static": True})
 
 
+def grouped_axes(format: GroupFormat, batch: int, heads: int, tokens: int) -> tuple[Axis, ...]:
+    """Return the axes of what is stored once for each group of a body of `tokens` tokens."""
+    if format.axis == "channels":
+        return format.channel_group.axes(batch, heads, tokens, format.channels)
+    groups = Axis("tokens", tokens, per=format.group_size)
+    return Axis("batch", batch), Axis("kv_heads", heads), groups, Axis("channels", format.channels)
+
+
 def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedArray:
     """Describe the arrays of a body of `tokens` tokens."""
-    if format.axis == "channels":
-        axes = format.channel_group.axes(batch, heads, tokens, format.channels)
-    else:
-        groups = Axis("tokens", tokens, per=format.group_size)
-        axes = Axis("batch", batch), Axis("kv_heads", heads), groups, Axis("channels", format.channels)
-    scale = BodySpec(axes, format.scale_dtype)
+    scale = BodySpec(grouped_axes(format, batch, heads, tokens), format.scale_dtype)
     words = word_specs(format.layout, batch, heads, tokens)
     return describe(GroupedArray, words=words, scale=scale, zero=scale if format.stores_zero else None, format=format)
 
@@ -97,24 +102,26 @@ def specs(format: GroupFormat, batch: int, heads: int, tokens: int) -> GroupedAr
 def quantize(rows: Float[Array, "B K T H"], format: GroupFormat, scheme: Scheme | None = None) -> GroupedArray:
     """Quantize rows [B, K, T, H], T a multiple of the block. `scheme` names that of these rows where it is not the format's: a hybrid body
     also takes symmetric groups."""
-    scheme = scheme or format.scheme
-    b, k, t, h = rows.shape
-    grouped: Array
-    axis: int | tuple[int, ...]
-    if format.axis == "channels":
-        grouped, axis = format.channel_group.cut(rows), ChannelGroup.AXES
-    else:
-        grouped, axis = rows.reshape(b, k, t // format.group_size, format.group_size, h), 3
-    quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme]
+    grouped, axis = split(rows, format)
+    quantizer = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme or format.scheme]
     group = quantizer(grouped, format.bits, axis, jnp.dtype(format.scale_dtype))
     if format.stores_zero and group.zero is None:
         group = uniform.with_stored_zero(group, format.bits)
+    zero = None if group.zero is None else stored(group.zero, format)
+    return GroupedArray(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale, format), zero, format)
 
-    def stored(statistic: Array) -> Array:
-        return format.channel_group.stored(statistic) if format.axis == "channels" else jnp.squeeze(statistic, axis)
 
-    zero = None if group.zero is None else stored(group.zero)
-    return GroupedArray(pack(group.codes.reshape(rows.shape), format.layout), stored(group.scale), zero, format)
+def split(rows: Float[Array, "B K T H"], format: GroupFormat) -> tuple[Array, Axes]:
+    """Return (the rows with axes of their own for the elements of a group, those axes)."""
+    if format.axis == "channels":
+        return format.channel_group.cut(rows), ChannelGroup.AXES
+    b, k, t, h = rows.shape
+    return rows.reshape(b, k, t // format.group_size, format.group_size, h), TOKEN_AXIS
+
+
+def stored(statistic: Array, format: GroupFormat) -> Array:
+    """Lay out a statistic that was reduced over the axes of `split` (kept with size 1) as it is stored."""
+    return format.channel_group.stored(statistic) if format.axis == "channels" else jnp.squeeze(statistic, TOKEN_AXIS)
 
 
 def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
@@ -124,9 +131,14 @@ def codes(body: GroupedArray) -> UInt16[Array, "B K T H"]:
 
 def per_element(statistic: Float[Array, "B heads groups rest"], format: GroupFormat) -> Float[Array, "B K T H"]:
     """Repeat a stored scale or zero point, in fp32, to one entry for each element."""
+    return repeated(statistic.astype(jnp.float32), format)
+
+
+def repeated(statistic: Shaped[Array, "B heads groups rest"], format: GroupFormat) -> Shaped[Array, "B K T H"]:
+    """Repeat what is stored once for each group to one entry for each element."""
     if format.axis == "channels":
-        return format.channel_group.spread(statistic)
-    return jnp.repeat(statistic.astype(jnp.float32), format.group_size, axis=2)
+        return format.channel_group.repeated(statistic)
+    return jnp.repeat(statistic, format.group_size, axis=2)
 
 
 def zeros(body: GroupedArray) -> Float[Array, "B K groups rest"]:

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Bool, Float, UInt8
 
 Axes: TypeAlias = int | tuple[int, ...]
 
@@ -64,11 +64,14 @@ def saturation_limit(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max) / 2
 
 
-def asymmetric(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32) -> GroupCodes:
-    """Quantize x asymmetrically, in fp32, in groups along `axis`; scale and zero point are stored as `dtype`."""
+def asymmetric(
+    x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp.float32, zero_dtype: DTypeLike | None = None
+) -> GroupCodes:
+    """Quantize x asymmetrically, in fp32, in groups along `axis`; scale and zero point are stored as `dtype`, or the zero point as
+    `zero_dtype`."""
     top = 2**bits - 1
     x, low, high = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
-    scale, zero = ((high - low) / top).astype(dtype), low.astype(dtype)
+    scale, zero = ((high - low) / top).astype(dtype), low.astype(dtype if zero_dtype is None else zero_dtype)
     return GroupCodes(_levels(x, scale, zero, top).astype(_code_dtype(top)), scale, zero)
 
 
@@ -88,18 +91,32 @@ def hybrid(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike = jnp
 
     A symmetric group stores zero = -m * scale, so that one rule dequantizes both.
     """
-    reach = 2**bits - 1
-    asym, sym = asymmetric(x, bits, axis, dtype), with_stored_zero(symmetric(x, bits, axis, dtype), bits)
+    both = hybrid_modes(x, bits, axis, dtype, dtype)
+    widened = both.asym._replace(codes=both.asym.codes.astype(both.sym.codes.dtype))
+    return jax.tree.map(lambda s, a: jnp.where(both.symmetric, s, a), both.sym, widened)
+
+
+class HybridModes(NamedTuple):
+    """Groups quantized in both modes, the zero point written out, and whether the symmetric one has the smaller error (a tie is False)."""
+
+    asym: GroupCodes
+    sym: GroupCodes
+    symmetric: Bool[Array, "..."]
+
+
+def hybrid_modes(x: Float[Array, "..."], bits: int, axis: Axes, dtype: DTypeLike, zero_dtype: DTypeLike) -> HybridModes:
+    """Quantize each group in both modes; scales are stored as `dtype`, zero points as `zero_dtype`."""
+    asym = asymmetric(x, bits, axis, dtype, zero_dtype)
+    sym = with_stored_zero(symmetric(x, bits, axis, dtype), bits, zero_dtype)
     clean, _, _ = finite_range(x.astype(jnp.float32), axis, saturation_limit(dtype))
     asym_error, sym_error = (jnp.sum(jnp.abs(dequantize(g) - clean), axis, keepdims=True) for g in (asym, sym))
-    choose_sym = asym_error > sym_error
-    widened = asym._replace(codes=asym.codes.astype(_code_dtype(2 * reach)))
-    return jax.tree.map(lambda s, a: jnp.where(choose_sym, s, a), sym, widened)
+    return HybridModes(asym, sym, asym_error > sym_error)
 
 
-def with_stored_zero(group: GroupCodes, bits: int) -> GroupCodes:
-    """Write out the implied zero point of a symmetric group, rounded once to the stored dtype (by at most 2^-11 of max|x| in float16)."""
-    zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(group.scale.dtype)
+def with_stored_zero(group: GroupCodes, bits: int, dtype: DTypeLike | None = None) -> GroupCodes:
+    """Write out the implied zero point of a symmetric group, rounded once to `dtype` (default: the scale's; in float16 by at most 2^-11 of
+    max|x|)."""
+    zero = (-(2**bits - 1) * group.scale.astype(jnp.float32)).astype(group.scale.dtype if dtype is None else dtype)
     return group._replace(zero=zero)
 
 

@@ -88,6 +88,7 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
     [
         ("kivi:bits=2,group_size=16", "blocks of 16 tokens"),
         ("innerq:bits=8", "9-bit codes"),
+        ("innerq:storage=slot", "k: storage=slot keeps signs and zero points in one word"),
         ("k=dense+v=innerq:group_size=96+cache:block=96", "v: groups of 96 tokens; kernels serve 32, 64, 128"),
         ("k=kivi:group_size=256+v=kivi+cache:recent=32,block=256", "groups of 256 tokens"),
         ("polarquant:radius_bits=3", "k: 7 bits for a pair at head_dim 64; kernels serve 4, 6, 8"),

@@ -64,6 +64,7 @@ def test_no_buffer_is_shared(case: MethodCase):
         ("kivi:bits=3", 4.0),
         ("innerq:bits=2,mode=sym", 3.5),
         ("innerq:bits=2", 4.0),
+        ("innerq:bits=2,storage=slot", 3.53125),
         ("innerq:bits=2,mode=asym", 3.0),
         ("kivi:bits=2,scale_dtype=float32", 4.0),
     ],

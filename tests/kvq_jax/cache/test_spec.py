@@ -212,6 +212,8 @@ def test_errors_are_one_line_and_list_what_is_allowed(text: str, parts: tuple[st
     [
         ("kivi:group_size=48,block=48", ("group_size=48", "head_dim (64)", "1, 2, 4, 8, 16, 32, 64")),
         ("innerq:group_size=16,block=24", ("group_size=16", "block of tokens (24)")),
+        ("innerq:mode=sym,storage=slot", ("storage=slot is for hybrid groups", "mode=sym")),
+        ("k=dense+v=innerq:group_size=64,storage=slot+cache:block=64", ("storage=slot has 32 bits", "group_size=64")),
         ("kivi:skip_layers=4", ("layer 4", "0 to 3")),
         ("kivi:bits=8@50-60/2", ("kivi:bits", "layer 60", "0 to 3")),
         ("k=dense+v=innerq:v_bits=3@0/3@2-4/2", ("innerq:v_bits", "layer 4", "0 to 3")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+
 from tests.kvq_jax.layer_runs import CAPACITY, Sequences, empty, prefill, sequences
 
 SINK = 32
@@ -26,8 +27,8 @@ def found_norms(tokens: Sequences, prompts: np.ndarray) -> np.ndarray:
 
 def norms(tokens: Sequences, prompts: np.ndarray, first: int = 0, after: int = 0) -> np.ndarray:
     """By hand: the norms of the keys first .. prompt + after - 1 of each row, 1 where there are none."""
-    keys = (np.abs(row[:, first : n + after]) for row, n in zip(tokens.k_rot, prompts, strict=True))
-    return np.stack([np.sqrt(k.max(axis=1, keepdims=True)) if k.shape[1] else np.ones_like(k, shape=(k.shape[0], 1, k.shape[2])) for k in keys])
+    keys = [np.abs(row[:, first : n + after]) for row, n in zip(tokens.k_rot, prompts, strict=True)]
+    return np.stack([np.sqrt(k.max(axis=1, keepdims=True)) if k.size else np.ones_like(tokens.k_rot[0, :, :1]) for k in keys])
 
 
 def test_the_norm_of_a_prompt_counts_all_its_keys_however_short_it_is():
