@@ -20,7 +20,7 @@ from kvq_jax.cache.accounting import (
     outlier_fraction,
     quantized_tokens,
 )
-from kvq_jax.cache.cache import Cache, CacheDims, axes, init_cache, layout
+from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
 from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, select_rows, trim
@@ -56,6 +56,7 @@ __all__ = [
     "dropped_outliers",
     "fingerprint",
     "finish",
+    "has_prompt_statistics",
     "init_cache",
     "layout",
     "load_cache",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,15 @@ def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dt
 def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
     """Return the ShapeDtypeStructs of `init_cache(...)`. Allocates nothing."""
     return jax.tree.map(lambda described: described.struct, axes(spec, config, batch, capacity, dtype))
+
+
+def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
+    """Return True where a cache of this model takes statistics from a sequence's prompt: InnerQ's key norm, SQuat's subspace.
+
+    A sequence that starts without a prompt never has them, and is quantized as if the method had no such part. Raises as `init_cache`.
+    """
+    codecs = ((codec, plan.heads) for plan in layout(spec, config, 1, 1).plans for codec in plan.codecs)
+    return any(math.prod(leaf.shape) for codec, heads in codecs for leaf in jax.tree.leaves(codec.statistics_spec(1, heads)))
 
 
 def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike) -> tuple[CacheSpec, CacheDims, str]:

@@ -68,7 +68,6 @@ class Method(abc.ABC):
     summary: ClassVar[str]
     source: ClassVar[str]
     exact: ClassVar[bool] = False  # keys and values are not quantized
-    has_prompt_statistics: ClassVar[bool] = False
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay in full precision
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by option: the options that it overrides where it is not 0

@@ -76,6 +76,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Parse a count that may be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """Parse --seed: a number that every random generator takes, and that JAX does not cut to 32 bits."""
     if not text.isdecimal() or int(text) > MOST_SEED:

@@ -9,7 +9,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, input_errors
 from kvq_tools.evaluation.results import BUCKETS
-from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, Settings, check_request
+from kvq_tools.evaluation.run import BATCH, MOST_WINDOW, PROMPT, Settings, check_request
 from kvq_tools.evaluation.text import TokenizedText, tokenize
 from kvq_tools.evaluation.through import CHUNK, MODES, STEP
 
@@ -31,7 +31,11 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("--mode", choices=MODES, default="decode", help="how the cache is used (default: %(default)s)")
     parser.add_argument("--chunk", metavar="C", type=inputs.positive, help=f"tokens of a chunk of --mode chunked (default: {CHUNK})")
     parser.add_argument(
-        "--prompt", metavar="P", type=inputs.positive, help="prefill P tokens of each window in --mode decode, and do not score them"
+        "--prompt",
+        metavar="P",
+        type=inputs.count,
+        help="prefill P tokens of each window in --mode decode, and do not score them; caches that take statistics from a prompt need one "
+        f"(default: {PROMPT}, or as many as windows overlap, where one of the caches does, else 0)",
     )
     parser.add_argument(
         "--step",
@@ -78,7 +82,7 @@ def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Se
             mode=options.mode,
             batch=options.batch,
             chunk=options.chunk or CHUNK,
-            prompt=options.prompt or 0,
+            prompt=options.prompt,
             step=options.step or STEP,
         )
     return config, text, settings, files

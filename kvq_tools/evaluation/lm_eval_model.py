@@ -76,13 +76,15 @@ class KvqLM(TemplateLM):
     max_length   tokens that a prediction may see, at most (and by default) the model's positions
     batch_size   requests that run together; what is not sampled does not depend on it, but for the rounding of sums
     context      how log-likelihoods read a request's context. "decode": token after token, as the continuation, so that no exact attention
-                 takes part. "prefill": as a prompt, with exact attention inside, all but its last token; it gives methods with prompt
-                 statistics (innerq, squat) theirs. generate_until always prefills.
+                 takes part. "prefill": as a prompt, with exact attention inside, all but its last token. Default: "prefill" for caches
+                 that take statistics from a prompt (innerq, squat), which "decode" would leave without them, else "decode".
+                 generate_until always prefills.
     seed         of sampling, where a task asks for it
 
     ValueError where a value, the spec or the calibration does not fit, or the checkpoint has no tokenizer; also, from the methods below,
-    for a continuation that is empty or longer than max_length, and for generation options other than until, max_gen_toks, do_sample,
-    temperature, top_k, top_p and min_p.
+    for a continuation that is empty or longer than max_length, for a context without a prompt where the cache takes statistics from one
+    (so all of loglikelihood_rolling, whose windows have a context of one token: see `kvq eval`), and for generation options other than
+    until, max_gen_toks, do_sample, temperature, top_k, top_p and min_p.
     """
 
     def __init__(
@@ -93,13 +95,13 @@ class KvqLM(TemplateLM):
         dtype: str = "float32",
         max_length: int | None = None,
         batch_size: int | str = BATCH,
-        context: Context = "decode",
+        context: Context | None = None,
         seed: int = 0,
     ):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"{batch_size=} must be an integer of at least 1")
-        if context not in get_args(Context):
+        if context not in (None, *get_args(Context)):
             raise ValueError(f"{context=} must be one of {', '.join(get_args(Context))}")
         self.spec = kvq.parse(cache)
         llama, self.tokenizer = load_llama(pretrained, dtype=dtype)
@@ -109,7 +111,11 @@ class KvqLM(TemplateLM):
         if not 1 <= self.max_length <= llama.config.max_position_embeddings:
             raise ValueError(f"{max_length=} must be between 1 and the model's {llama.config.max_position_embeddings} positions")
         self.llama = prepare(llama, self.spec, calibration)
-        self.pretrained, self.batch_size, self.context, self.seed = str(pretrained), int(batch_size), context, seed
+        self.needs_prompt = kvq.has_prompt_statistics(self.spec, llama.config)
+        if self.needs_prompt and context == "decode":
+            raise ValueError(f"{str(self.spec)!r} takes statistics from a prompt, and context='decode' gives it none; leave context out")
+        self.context: Context = context or ("prefill" if self.needs_prompt else "decode")
+        self.pretrained, self.batch_size, self.seed = str(pretrained), int(batch_size), seed
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvqLM:
@@ -167,6 +173,12 @@ class KvqLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return (log-probability, whether each token was the likeliest) for requests of (cache key, context, continuation)."""
         rows = [self._row(context, continuation) for _, context, continuation in requests]
+        prompts = [self._prompt(row, len(continuation)) for row, (_, _, continuation) in zip(rows, requests, strict=True)]
+        if self.needs_prompt and not all(prompts):
+            raise ValueError(
+                f"{str(self.spec)!r} takes statistics from a prompt, and request {prompts.index(0)} leaves none: its context has a single "
+                "token, or max_length cuts it off"
+            )
         # max_new_tokens 0: the last token is only predicted, so the cache needs no room for more than the inputs
         inputs = [Sample(tuple(row[:-1]), (), 0) for row in rows]
         scored: dict[int, tuple[float, bool]] = {}
@@ -190,9 +202,13 @@ class KvqLM(TemplateLM):
             )
         return (context + continuation)[-(self.max_length + 1) :]
 
+    def _prompt(self, row: list[int], new: int) -> int:
+        """Return the tokens of a row that are prefilled: all but the last of its context, or none."""
+        return len(row) - 1 - new if self.context == "prefill" else 0
+
     def _scores(self, rows: list[tuple[list[int], int]], room: int) -> list[tuple[float, bool]]:
         """Score rows (tokens, length of the continuation) that run together in a cache of this capacity."""
-        prompts = [len(row) - 1 - new if self.context == "prefill" else 0 for row, new in rows]
+        prompts = [self._prompt(row, new) for row, new in rows]
         cache = init_cache(self.spec, self.llama.config, len(rows), room, self.llama.embed[...].dtype)
         if any(prompts):
             width = min(-(-max(prompts) // SHORTEST) * SHORTEST, room)

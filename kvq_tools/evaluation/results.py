@@ -53,6 +53,7 @@ class Evaluation:
 
     spec, mode    the cache and how it was run
     window        tokens of a window, which is the cache's capacity
+    prompt        tokens of each window that were prefilled and not scored
     index         the token's place in the text
     position      tokens that its window holds before it
     exact_nats    -log p(token) of the full-precision model
@@ -64,6 +65,7 @@ class Evaluation:
     spec: CacheSpec
     mode: str
     window: int
+    prompt: int
     index: Int[np.ndarray, "n"]
     position: Int[np.ndarray, "n"]
     exact_nats: Float[np.ndarray, "n"]

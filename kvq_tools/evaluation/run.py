@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
 from kvq_jax.array_types import Integers
-from kvq_jax.cache.cache import layout
+from kvq_jax.cache.cache import has_prompt_statistics, layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
@@ -22,6 +22,7 @@ from kvq_tools.evaluation.through import CHUNK, MODES, STEP, Batch, Mode, Refere
 from kvq_tools.evaluation.windows import check_windows, windows
 
 BATCH = 4
+PROMPT = 128  # of the default, where a cache takes statistics from a prompt
 MOST_WINDOW = 2048  # of the default
 
 Candidate = tuple[Llama, CacheSpec | str]  # a model that carries what the cache needs (`kvq_models.prepare`), and the cache
@@ -35,7 +36,7 @@ class Options(TypedDict, total=False):
     mode: Mode
     batch: int
     chunk: int
-    prompt: int
+    prompt: int | None
     step: int
     token_bytes: Integers | None
     progress: Progress[Any] | None
@@ -55,7 +56,7 @@ def evaluate_caches(
     mode: Mode = "decode",
     batch: int = BATCH,
     chunk: int = CHUNK,
-    prompt: int = 0,
+    prompt: int | None = None,
     step: int = STEP,
     token_bytes: Integers | None = None,
     progress: Progress[Any] | None = None,
@@ -66,10 +67,11 @@ def evaluate_caches(
     window: tokens of a window, at most the model's positions (default: those, or 2048). stride: from the start of one window to the next
     (default: half a window); every token is scored once, after at least window - stride others (windows.py). A window starts with an empty
     cache. mode: see through.py. batch: windows that run together; the results do not depend on it. chunk: tokens of one `prefill` of
-    `chunked`. prompt: tokens of each window that `decode` prefills first, for methods that take statistics from a prompt; a later window's
-    are inside its overlap, the first's are not scored. step: tokens of one step of `decode`; the results of a sound cache do not depend on
-    it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per byte. progress: wraps the loop over slices of windows, as tqdm
-    would.
+    `chunked`. prompt: tokens of each window that `decode` prefills first; a later window's are inside its overlap, the first's are not
+    scored. Default: `default_prompt` where one of the caches takes statistics from a prompt, else 0; all caches are scored on the same
+    tokens. In `chunked` such statistics come from a window's first chunk, in `fake` from the whole window. step: tokens of one step of
+    `decode`; the results of a sound cache do not depend on it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per
+    byte. progress: wraps the loop over slices of windows, as tqdm would.
 
     Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the hidden states of a batch, and logits of a
     slice, twice at most 256 MiB (in `chunked`: of a chunk). ValueError, in one line, where the request does not fit the text or the model.
@@ -91,6 +93,7 @@ def evaluate_caches(
             spec=spec,
             mode=mode,
             window=width,
+            prompt=settings.prompt,
             index=index,
             position=position,
             exact_nats=exact[row, position],
@@ -124,7 +127,7 @@ def check_request(
     mode: Mode = "decode",
     batch: int = BATCH,
     chunk: int = CHUNK,
-    prompt: int = 0,
+    prompt: int | None = None,
     step: int = STEP,
 ) -> Settings:
     """Check a request as far as it needs no weights, and return it with its defaults. Raises as `evaluate_caches`."""
@@ -136,10 +139,30 @@ def check_request(
         raise ValueError(f"batch, chunk and step must be at least 1: {batch=}, {chunk=}, {step=}")
     if prompt and mode != "decode":
         raise ValueError(f"a prompt of {prompt} tokens is for mode 'decode': 'chunked' prefills everything, 'fake' nothing")
-    check_windows(config, token_ids, window, stride, prompt)
+    check_windows(config, token_ids, window, stride, prompt or 0)
     for spec in specs:
         layout(spec, config, 1, window)
-    return Settings(window, stride, mode, batch, chunk, prompt, step)
+    if mode == "decode":
+        prompt = prompt_for(config, specs, prompt, default_prompt(np.asarray(token_ids).size, window, stride))
+    return Settings(window, stride, mode, batch, chunk, prompt or 0, step)
+
+
+def default_prompt(tokens: int, window: int, stride: int) -> int:
+    """Return the tokens of a prompt by default: at most PROMPT, at most what windows overlap, at most half of a single window."""
+    return min(PROMPT, window - stride if tokens > window else tokens // 2)
+
+
+def prompt_for(config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | None, default: int) -> int:
+    """Return the tokens of the prompt with which all of these caches are evaluated: those asked for, else `default` if one of the caches
+    takes statistics from a prompt, else 0. ValueError where one does and would get none."""
+    needing = [str(spec) for spec in specs if has_prompt_statistics(spec, config)]
+    if asked is None and not needing:
+        return 0
+    used = default if asked is None else asked
+    if needing and not used:
+        remedy = "give one of at least 1 token" if asked == 0 else "let windows overlap: give a stride below the window"
+        raise ValueError(f"{needing[0]!r} takes statistics from a prompt, and a prompt of 0 tokens leaves it without them; {remedy}")
+    return used
 
 
 class RowQuality(NamedTuple):
@@ -160,22 +183,25 @@ def measure_rows(
     candidates: Sequence[Candidate],
     rows: Int[Array, "R T"],
     *,
-    prompt: int = 0,
+    prompt: int | None = None,
     mode: Mode = "decode",
     batch: int = BATCH,
     progress: Progress[Any] | None = None,
 ) -> tuple[RowQuality, ...]:
     """Score rows of tokens through each cache, row by row; all caches are compared with one full-precision model.
 
-    The first `prompt` tokens of a row are not scored; in mode `decode` they are prefilled. Otherwise the arguments are those of
-    `evaluate_caches`. A method with prompt statistics (a key norm, a query subspace) has none without a prompt. ValueError where the rows
-    do not fit the vocabulary, or the prompt leaves fewer than two tokens.
+    prompt: the first tokens of a row, which are not scored and, in mode `decode`, prefilled; default 0, or at most PROMPT and half of a row
+    where a cache takes statistics from a prompt (a key norm, a query subspace). Otherwise the arguments are those of `evaluate_caches`.
+    ValueError where the rows do not fit the vocabulary, the prompt leaves fewer than two tokens, or such a cache is to go without one.
     """
     tokens = np.asarray(rows, np.int32)
     count, length = tokens.shape
-    vocabulary = candidates[0][0].config.vocab_size
-    if not 0 <= tokens.min() <= tokens.max() < vocabulary:
-        raise ValueError(f"token ids must be between 0 and {vocabulary - 1}")
+    config = candidates[0][0].config
+    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+        raise ValueError(f"token ids must be between 0 and {config.vocab_size - 1}")
+    if mode == "decode":
+        prompt = prompt_for(config, [parse(spec) for _, spec in candidates], prompt, default_prompt(length, length, length))
+    prompt = prompt or 0
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
     settings = Settings(length, length, mode, batch, CHUNK, prompt if mode == "decode" else 0, STEP)
@@ -197,8 +223,11 @@ def measure_rows(
     return tuple(qualities)
 
 
-def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int = 0) -> Quality:
-    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with its arguments and errors."""
+def measure(llama: Llama, spec: CacheSpec | str, rows: Int[Array, "B T"], prompt: int | None = None) -> Quality:
+    """Score rows of tokens through one cache, all rows at once: the means of `measure_rows`, with its arguments and errors.
+
+    Give the prompt where caches are compared, so that all of them score the same tokens.
+    """
     (terms,) = measure_rows([(llama, spec)], rows, prompt=prompt, batch=len(rows))
     return Quality(len(rows) * terms.tokens, *(float(term.mean()) for term in (terms.nats, terms.kl, terms.agreement)))
 

@@ -25,7 +25,6 @@ class InnerQ(Method):
     name: ClassVar[str] = "innerq"
     summary: ClassVar[str] = "inner-dimension groups, symmetric or asymmetric by group (hybrid), keys normalized per channel"
     source: ClassVar[str] = "InnerQ (Tayaranian et al. 2026), arXiv:2602.23200"
-    has_prompt_statistics: ClassVar[bool] = True
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {"total_bits": ("bits", "k_bits", "v_bits")}
 
     bits: int | PerLayer = option(

@@ -104,7 +104,6 @@ class PolarQuant(Method):
         "keys as angle and radius of each RoPE pair; values in full precision, or another method's (k=polarquant+v=...)"
     )
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
-    has_prompt_statistics: ClassVar[bool] = True
     keys_only: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, str]] = {
         "m4n4": "angle_bits=4,radius_bits=4,group_size=128",

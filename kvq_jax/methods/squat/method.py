@@ -27,7 +27,6 @@ class _Squat(Method):
     """
 
     source: ClassVar[str] = "SQuat (Wang et al. 2025), arXiv:2503.24358"
-    has_prompt_statistics: ClassVar[bool] = True
     reads_queries: ClassVar[bool] = True
     pre_rope: ClassVar[bool]
 

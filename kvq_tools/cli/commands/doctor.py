@@ -138,7 +138,7 @@ def describe_side(codec: Codec, plan: LayerPlan) -> dict[str, Any]:
 
 def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: list[np.ndarray] | None) -> dict[str, str]:
     """Describe in words what matters to a cache about the model."""
-    h, statistics = config.head_dim, [m.name for m in (spec.k, spec.v) if m.has_prompt_statistics]
+    h = config.head_dim
     normed = "applied when keys are rebuilt" if rebuilds_keys(spec, config) else "keys are cached after it"
     return {
         "model": f"{config.model_type}, {config.num_hidden_layers} layers",
@@ -150,7 +150,7 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
         "sliding_window": _sliding_window(hf),
         "outliers": _outliers(config, spec),
         "k_proj_bias": _bias_in_words(config, biases) + ("; subtracted before keys are quantized" if spec.subtract_bias else ""),
-        "prompt_statistics": f"{statistics[0]}: fixed by the first prompt of a sequence" if statistics else "none",
+        "prompt_statistics": "fixed by the first prompt of a sequence" if kvq.has_prompt_statistics(spec, config) else "none",
     }
 
 

@@ -34,7 +34,9 @@ overlap, and the first token of each is not scored.
 --mode decode   token after token through the cache, as generation reads it: the truth
        chunked  prefill of --chunk tokens at a time: exact inside a chunk, everything before it through the cache
        fake     one forward pass in which every token is quantized, the newest too, as papers simulate it
-Methods that take statistics from a prompt have none in decode unless --prompt gives them one."""
+Some caches take statistics from a prompt (innerq's key norm, squat's subspace). If one of those given does, every window starts
+with a prompt of --prompt tokens in decode, the same for all caches, and the title says so; --prompt 0 is then refused. In
+chunked such statistics come from a window's first chunk, in fake from the whole window."""
 
 EPILOG = f"""\
 examples:
@@ -115,6 +117,7 @@ def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: 
         "ratio": bf16 / size,
         "bits_per_element": kvq.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
         "windows": {window: getattr(spec, window) for window in ("sink", "recent", "block")},
+        "prompt_statistics": kvq.has_prompt_statistics(spec, config),
         "by_position": {
             "nats": [finite(b.nats) for b in parts],
             "kl": [finite(b.kl) for b in parts],

@@ -49,7 +49,7 @@ def describe(method: Method) -> dict[str, Any]:
         "source": method.source,
         "average_bits": {spec: kvq.body_bits_per_element(spec, REFERENCE_DIMS) for spec in specs},
         "windows": dataclasses.asdict(method.windows()),
-        "prompt_statistics": method.has_prompt_statistics,
+        "prompt_statistics": kvq.has_prompt_statistics(method.name, REFERENCE_DIMS),
         "presets": dict(method.presets),
         "options": [
             {

@@ -141,7 +141,7 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
     rng = np.random.default_rng(0)
     position = rng.integers(1, 50, 200)
     arrays = {name: rng.random(200).astype(np.float32) for name in ("exact_nats", "nats", "kl")}
-    found = Evaluation(parse("dense"), "decode", 50, np.arange(200), position, agrees=rng.random(200) < 0.7, utf8_bytes=600, **arrays)
+    found = Evaluation(parse("dense"), "decode", 50, 0, np.arange(200), position, agrees=rng.random(200) < 0.7, utf8_bytes=600, **arrays)
     for buckets in (1, 3, 8, 50, 99):
         parts = found.by_position(buckets)
         assert len(parts) <= buckets

@@ -169,14 +169,27 @@ def test_long_contexts_lose_tokens_on_the_left(paragraphs, context):
 
 
 def test_a_prefilled_context_gives_a_method_its_prompt_statistics(paragraphs):
-    lm = lm_eval_model.KvqLM(cache="innerq:bits=2,recent=32")
+    specs = {"innerq:bits=2,recent=32": "prefill", "innerq:bits=2,recent=32,normalize=false": "decode"}
+    lm, plain = (lm_eval_model.KvqLM(cache=spec) for spec in specs)
+    assert [lm.context, plain.context] == list(specs.values())
+    assert lm.get_model_info()["context"] == "prefill"
     ids = lm.tok_encode(" ".join(paragraphs))[:150]
-    scores = {}
-    for lm.context in ("decode", "prefill"):
-        scores[lm.context] = lm._loglikelihood_tokens([(None, ids[:110], ids[110:])], disable_tqdm=True)
-    true = [exact(lm, ids[:110], ids[110:])]
-    assert worst(scores["prefill"], scores["decode"]) > 1e-3
-    assert worst(scores["prefill"], true) > 1e-3, "the continuation did not read codes"
+    request = (None, ids[:110], ids[110:])
+    plain.context = "prefill"
+    normed, without = (model._loglikelihood_tokens([request], disable_tqdm=True) for model in (lm, plain))
+    assert worst(normed, without) > 1e-3, "the norm takes no part"
+    assert worst(normed, [exact(lm, ids[:110], ids[110:])]) > 1e-3, "the continuation did not read codes"
+
+
+def test_requests_without_a_prompt_are_refused_where_the_cache_takes_statistics_from_it():
+    lm, plain = (lm_eval_model.KvqLM(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false"))
+    with pytest.raises(ValueError, match="takes statistics from a prompt, and request 1 leaves none"):
+        lm._loglikelihood_tokens([(None, [1, 2, 3], [4]), (None, [1], [2, 3])], disable_tqdm=True)
+    with pytest.raises(ValueError, match="takes statistics from a prompt"):
+        lm.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)
+    assert plain.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)[0] < 0
+    with pytest.raises(ValueError, match="context='decode' gives it none"):
+        lm_eval_model.KvqLM(cache="innerq:bits=2", context="decode")
 
 
 def test_rolling_windows_predict_each_token_once(paragraphs):

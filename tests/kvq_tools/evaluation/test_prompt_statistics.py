@@ -1,0 +1,117 @@
+"""Caches that take statistics from a prompt get one in an evaluation, and all others are evaluated as before."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache import update
+from kvq_models import prepare
+from kvq_models.inference import decoding
+from kvq_tools import evaluate, evaluate_caches
+from kvq_tools.evaluation import measure, run
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.methods_table import METHOD_CASES, MethodCase
+
+CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)  # a family with a key bias, which one row of the table subtracts
+WITH = ("innerq2", "innerq3_sym", "innerq2_hybrid_prefill", "innerq2_slot", "innerq2_no_bias", "mixed", "squat2", "squat3_pre")
+WITH += ("polar_global",)
+KIVI, INNERQ, SQUAT = "kivi:recent=8,block=8", "innerq:sink=4,recent=8,block=8,group_size=8", "squat:recent=8,block=8"
+LENGTH = 80
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return random_llama(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH)
+
+
+def test_the_table_has_both_kinds():
+    assert {case.id for case in METHOD_CASES if kvq.has_prompt_statistics(case.spec, CONFIG)} == set(WITH)
+    for spec in ("innerq:normalize=false", "innerq:skip_layers=0-1", "polarquant", "k=dense+v=innerq"):
+        assert not kvq.has_prompt_statistics(spec, CONFIG), spec
+
+
+@pytest.mark.parametrize("case", METHOD_CASES, ids=lambda case: case.id)
+def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids):
+    def prompt(*specs: str, **options) -> int:
+        return run.check_request(CONFIG, ids, [kvq.parse(spec) for spec in specs], window=48, stride=20, **options).prompt
+
+    needed = 28 if case.id in WITH else 0
+    assert prompt(case.spec) == prompt("dense", case.spec) == needed
+    assert prompt(case.spec, prompt=5) == 5
+    for mode in ("chunked", "fake"):
+        assert prompt(case.spec, mode=mode) == 0
+    if needed:
+        for options in ({"prompt": 0}, {"stride": 48}):
+            with pytest.raises(ValueError, match="takes statistics from a prompt"):
+                run.check_request(CONFIG, ids, [kvq.parse(case.spec)], **({"window": 48, "stride": 20} | options))
+    else:
+        assert prompt(case.spec, prompt=0) == 0
+
+
+def without_statistics(llama, spec, rows, prompt):
+    """The same measurement with every sequence's statistics as those of one that never had a prompt."""
+    decoding.prefill_program.clear_cache()
+    with mock.patch.object(update, "_with_statistics", lambda plan, params, state, inputs: state):
+        found = measure(llama, spec, rows, prompt)
+    decoding.prefill_program.clear_cache()
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in METHOD_CASES if case.id in (*WITH, "kivi2")], ids=lambda case: case.id)
+def test_an_evaluation_by_default_has_the_statistics(case: MethodCase, llama, ids):
+    """kivi2 is the control: it has none, so that two compilations of its prefill differ by rounding alone."""
+    model, rows = prepare(llama, case.spec), jnp.asarray(ids[None])
+    prompt = run.default_prompt(LENGTH, LENGTH, LENGTH)
+    assert prompt == LENGTH // 2
+    found = measure(model, case.spec, rows) if case.id in WITH else measure(model, case.spec, rows, prompt)
+    assert found == measure(model, case.spec, rows, prompt)
+    off = without_statistics(model, case.spec, rows, prompt)
+    assert found.tokens == off.tokens == LENGTH - prompt - 1
+    assert (abs(found.kl / off.kl - 1) > 1e-3) == (case.id in WITH), f"KL {found.kl}, without statistics {off.kl}"
+
+
+def test_measure_refuses_what_an_evaluation_refuses(llama, ids):
+    rows = jnp.asarray(ids[None])
+    with pytest.raises(ValueError, match="takes statistics from a prompt"):
+        measure(llama, SQUAT, rows, prompt=0)
+    assert measure(llama, KIVI, rows) == measure(llama, KIVI, rows, prompt=0)
+
+
+def test_all_caches_of_a_run_are_scored_on_the_same_tokens(llama, ids):
+    sizes = {"window": 48, "stride": 20}
+    alone = evaluate(llama, KIVI, ids, **sizes)
+    beside, innerq = evaluate_caches([(llama, KIVI), (llama, INNERQ)], ids, **sizes)
+    assert (alone.prompt, beside.prompt, innerq.prompt) == (0, 28, 28)
+    assert alone.index.tolist() == list(range(1, LENGTH))
+    assert beside.index.tolist() == innerq.index.tolist() == list(range(28, LENGTH))
+    again = evaluate(llama, KIVI, ids, prompt=28, **sizes)
+    np.testing.assert_array_equal(beside.nats, again.nats)
+
+
+def test_statistics_of_chunks_are_those_of_the_first_one(llama, ids):
+    """Changing later tokens changes no statistic, changing one of the first chunk does."""
+
+    def statistics(tokens):
+        cache = kvq.init_cache(INNERQ, CONFIG, 1, LENGTH, "float32")
+        for at in range(0, LENGTH, 20):
+            _, cache = decoding.prefill(llama, cache, tokens[None, at : at + 20])
+        return np.asarray(cache.layers[1].stats[0])
+
+    later, first = ids.copy(), ids.copy()
+    later[20:], first[3] = later[20:][::-1], (first[3] + 1) % CONFIG.vocab_size
+    np.testing.assert_array_equal(statistics(ids), statistics(later))
+    assert (statistics(ids) != statistics(first)).any()
+    whole = kvq.init_cache(INNERQ, CONFIG, 1, LENGTH, "float32")
+    whole = np.asarray(decoding.prefill(llama, whole, ids[None])[1].layers[1].stats[0])
+    assert (whole >= statistics(ids) * 0.999).all()
+    assert (whole > statistics(ids)).any(), "the whole text has no larger key than its first chunk"
