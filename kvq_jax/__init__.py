@@ -18,6 +18,7 @@ from kvq_jax.cache.accounting import (
     dropped_outliers,
     nbytes,
     outlier_fraction,
+    outlier_totals,
     quantized_tokens,
 )
 from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
@@ -63,6 +64,7 @@ __all__ = [
     "merge_rows",
     "nbytes",
     "outlier_fraction",
+    "outlier_totals",
     "parse",
     "prepare_layer",
     "quantized_tokens",

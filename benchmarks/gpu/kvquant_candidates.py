@@ -157,18 +157,18 @@ class _Side:
 
     def call(self, part: str, launch: Launch, x: Array, copy: Any) -> Array:
         params, body = copy
-        index, residual = (getattr(body.outliers, name) for name in ("index", "residual"))
+        sparse = tuple(getattr(body.outliers, name) for name in ("index", "residual", "ends"))
         limits, rope = jnp.full((1,), self.shape.tokens), rope_of(self.shape.head_dim)
         if part == "sparse" and self.side == "v":
-            return outlier_values(x.astype(jnp.float32), index, residual, limits, self.shape.head_dim)
+            return outlier_values(x.astype(jnp.float32), *sparse, limits, self.shape.head_dim)
         if part == "sparse":
             turned = turn(rope.inverse_frequencies, 0, self.shape.tokens)
-            return outlier_scores(x, index, residual, limits, turned, launch)
+            return outlier_scores(x, *sparse, limits, turned, launch, BLOCK)
         reader, arrays = self.body.reader, self.codec.kernel_arrays(params, body)
         inner = reader.inner if isinstance(reader, RotatedReader) else reader
         assert isinstance(inner, CodebookReader)
         if part == "dense":
-            inner, arrays = dataclasses.replace(inner, outliers=0), arrays[:-2]
+            inner, arrays = dataclasses.replace(inner, pool=0), arrays[:-3]
         if not isinstance(reader, RotatedReader):
             return matvec.weighted_values(x, inner, arrays, tuning=VALUES_TUNING, launch=launch)
         reader, arrays = dataclasses.replace(reader, inner=inner), [*arrays, rope.inverse_frequencies, rope.attention_factor]

@@ -67,19 +67,28 @@ def _(leaves: GroupedArray, seed: Array) -> GroupedArray:
 def _(leaves: CodebookArray, seed: Array) -> CodebookArray:
     """Make random codes with all slots of outliers in use."""
     scale, zero = _random(leaves.scale, seed, 2000, 0.7, 1.3), _random(leaves.zero, seed, 3000, -0.1, 0.1)
-    width = leaves.words[0]["kv_heads"].size * leaves.format.channels
-    sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, width, seed)
+    heads = leaves.words[0]["kv_heads"].size
+    sparse = None if leaves.outliers is None else _random_outliers(leaves.outliers, heads, leaves.format.channels, seed)
     return CodebookArray(_random_codes(leaves.words, seed), scale, zero, sparse, leaves.format)
 
 
-def _random_outliers(leaves: Any, width: int, seed: Array) -> SparseOutliers:
-    """Put one outlier in each of as many runs of the `width` channels as there are slots: sorted, and no channel twice."""
-    shape, slots = leaves.index.shape, leaves.index["none"].size
-    slot = leaves.index.along("none", jnp.arange(slots))
-    begin, end = (n * width // slots for n in (slot, slot + 1))
-    place = begin + (scattered(shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
-    dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint8)
-    return SparseOutliers(place.astype(jnp.uint16), _random(leaves.residual, seed, 5000, -3.0, 3.0), dropped)
+def _random_outliers(leaves: SparseOutliers, heads: int, channels: int, seed: Array) -> SparseOutliers:
+    """Give each head an equal share of a pool's slots, and put one outlier in each of as many runs of its places: none twice."""
+    spec: Any = leaves.index
+    slots, places = spec["none"].size, spec["tokens"].per * channels
+    ends = slots * jnp.arange(1, heads + 1) // heads
+    slot = jnp.arange(slots)
+    head = jnp.sum(slot[:, None] >= ends, axis=-1)
+    first, many = jnp.append(0, ends)[head], jnp.diff(ends, prepend=0)[head]
+    begin, end = ((slot - first + i) * places // many for i in (0, 1))
+    place = begin + (scattered(spec.shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
+    dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint16)
+    return SparseOutliers(
+        place.astype(jnp.uint16),
+        _random(leaves.residual, seed, 5000, -3.0, 3.0),
+        jnp.broadcast_to(ends.astype(jnp.uint16), leaves.ends.shape),
+        dropped,
+    )
 
 
 @_random_values.register

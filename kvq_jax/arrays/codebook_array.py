@@ -18,7 +18,7 @@ from kvq_jax.arrays import sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.packing import Words, pack, unpack
-from kvq_jax.arrays.sparse_outliers import SparseOutliers
+from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.pytree import describe, pytree
@@ -31,17 +31,16 @@ Rows = Float[Array, "B K T H"]
 class CodebookFormat:
     """The quantization format of a body. Static and hashable.
 
-    group: the channels of a token that share a stored scale and zero point; None where these belong to channels and are not stored. slots:
-    the outliers that are stored of a token's whole KV width; `overflows` where it may have more, which are counted. scale_dtype: the dtype
-    of scales and zero points; residuals are float32 where it is, float16 otherwise.
+    group: the channels of a token that share a stored scale and zero point; None where these belong to channels and are not stored. pool:
+    the tokens that share slots for outliers, and how many; None where there are no slots. scale_dtype: the dtype of scales and zero points;
+    residuals are float32 where it is, float16 otherwise.
     """
 
     bits: int
     channels: int
     block: int
     group: ChannelGroup | None
-    slots: int = 0
-    overflows: bool = False
+    pool: Pool | None = None
     scale_dtype: str = "float16"
 
     @property
@@ -59,7 +58,7 @@ class CodebookArray:
     """Packed codes with their scales, zero points and outliers.
 
     words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of `format.group`, or None without one.
-    outliers: None without slots.
+    outliers: None without a pool.
     """
 
     words: Words
@@ -73,7 +72,7 @@ def specs(format: CodebookFormat, batch: int, heads: int, tokens: int) -> Codebo
     """Describe the arrays of a body of `tokens` tokens."""
     group = format.group
     scale = group and BodySpec(group.axes(batch, heads, tokens, format.channels), format.scale_dtype)
-    sparse = sparse_outliers.specs(batch, tokens, format.slots, format.residual_dtype, format.overflows) if format.slots else None
+    sparse = format.pool and sparse_outliers.specs(batch, heads, tokens, format.pool, format.residual_dtype)
     words = word_specs(format.layout, batch, heads, tokens)
     return describe(CodebookArray, words=words, scale=scale, zero=scale, outliers=sparse, format=format)
 
@@ -96,10 +95,10 @@ def quantize(
     wide_scale, wide_zero = (statistic.astype(jnp.float32) if group is None else group.spread(statistic) for statistic in (scale, zero))
     codes = nearest_codes((rows - wide_zero) / jnp.where(wide_scale == 0, 1, wide_scale), levels)
     sparse = None
-    if format.slots:
+    if format.pool:
         assert exact is not None, "a format with slots needs the mask of the outliers"
         dense = look_up(values, codes) * wide_scale + wide_zero
-        sparse = sparse_outliers.collect(rows - dense, exact, format.slots, format.residual_dtype, format.overflows)
+        sparse = sparse_outliers.collect(rows - dense, exact, format.pool, format.residual_dtype)
     words = pack(codes, format.layout)
     return CodebookArray(words, *((None, None) if group is None else (scale, zero)), sparse, format)
 

@@ -1,10 +1,11 @@
-"""Sparse outliers: a fixed number of entries for each token that its dense codes cannot hold, stored beside them as residuals.
+"""Sparse outliers: entries that dense codes cannot hold, stored beside them as residuals, in a fixed number of slots.
 
-    x^[t, i] = dense[t, i] + sum over slots e with index[t, e] == i of residual[t, e]
+    x^[t, k, h] = dense[t, k, h] + residual[p, e]        for the slot e of t's pool p whose place is (t, k, h)
 
-i runs over the layer's whole KV width, all heads side by side: i = k * H + h. The slots of a token are sorted by index; an unused slot has
-index 65535 and residual 0. Source: the dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7, here in a shape
-that does not depend on the data.
+A pool is a run of neighbouring tokens that share its slots with all their heads: how many outliers one token or one head has depends on
+the data, how many a pool has much less. The slots of a pool are sorted by head, then token, then channel. ends[p, k] is the first slot
+behind those of head k, and index[p, e] = (t within the pool) * H + h. Slots behind ends[p, -1] are unused and hold zeros. Source: the
+dense-and-sparse representation of Hooper et al., KVQuant, sections 3.4 and 3.7, here in a shape that does not depend on the data.
 """
 
 from __future__ import annotations
@@ -14,34 +15,47 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt8, UInt16
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from kvq_jax.array_types import Axis
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.pytree import describe, pytree
+from pallas_kernels.tiles.layout import SPAN
 
-UNUSED = 65535
+MOST_PLACES = 1 << 16  # of a pool and head: indices have 16 bits
+MOST_SLOTS = (1 << 16) - 1  # of a pool: so have `ends` and `dropped`
+LONGEST_POOL = 128
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
 class SparseOutliers:
-    """E slots for each of S tokens: index [B, E, S] uint16, residual [B, E, S].
+    """P slots for each of n pools: index [B, n, P] uint16, residual [B, n, P], ends [B, n, K] uint16.
 
-    dropped [B, S] uint8 counts the outliers of a token that have no slot (255: that many or more); None where every outlier has one.
+    dropped [B, n] uint16 counts the outliers of a pool that have no slot (65535: that many or more); None where every outlier has one.
     """
 
-    index: UInt16[Array, "B E S"]
-    residual: Float[Array, "B E S"]
-    dropped: UInt8[Array, "B S"] | None
+    index: UInt16[Array, "B n P"]
+    residual: Float[Array, "B n P"]
+    ends: UInt16[Array, "B n K"]
+    dropped: UInt16[Array, "B n"] | None
 
 
-def slots_per_side(fraction: float, width: int) -> int:
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """The size of a pool: `tokens` that share `slots`. overflows: they may have more outliers, which are counted."""
+
+    tokens: int
+    slots: int
+    overflows: bool
+
+
+def outliers_per_side(fraction: float, width: int) -> int:
     """Return the number of outliers on each side of a vector of `width` entries.
 
     These are the entries on or beyond its linearly interpolated quantile of order 1 - fraction / 2. Their number is
     1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01, and 0 for a fraction of 0. Raises ValueError where the fraction is
-    less than one entry or not below 0.5, or where the width does not fit the indices.
+    less than one entry or not below 0.5.
     """
     if fraction == 0:
         return 0
@@ -50,46 +64,74 @@ def slots_per_side(fraction: float, width: int) -> int:
     if fraction * width < 1:
         smallest = math.ceil(1e5 / width) / 1e5
         raise ValueError(f"outliers={fraction:g} is less than one of {width} values; the smallest usable fraction is {smallest:g}")
-    if width > UNUSED:
-        raise ValueError(f"a KV width of {width} does not fit the 16-bit indices of outliers")
     return 1 + math.floor((width - 1) * fraction / 2)
 
 
-def specs(batch: int, tokens: int, slots: int, dtype: str, overflows: bool) -> SparseOutliers:
-    """Describe the arrays of a body of `tokens` tokens with `slots` outliers each."""
-    rows, along = Axis("batch", batch), Axis("tokens", tokens)
-    index, residual = (BodySpec((rows, Axis("none", slots), along), kind) for kind in ("uint16", dtype))
-    dropped = BodySpec((rows, along), "uint8") if overflows else None
-    return describe(SparseOutliers, index=index, residual=residual, dropped=dropped)
+def pool_of(block: int, per_token: float, channels: int, overflows: bool) -> Pool:
+    """Return the pool of a block of tokens whose heads have so many channels, with `per_token` slots for each token, rounded up.
+
+    A pool spans the block, or its largest part of at most 128 tokens that 16 bits can count; where kernels read the block, a power of two.
+    Raises ValueError where not even one token fits.
+    """
+
+    def fits(tokens: int) -> bool:
+        divides = block % tokens == 0 and (block % SPAN > 0 or tokens & (tokens - 1) == 0)
+        return divides and tokens * channels <= MOST_PLACES and math.ceil(tokens * per_token) <= MOST_SLOTS
+
+    fitting = [tokens for tokens in range(1, LONGEST_POOL + 1) if fits(tokens)]
+    if not fitting:
+        raise ValueError(f"outliers of heads of {channels} channels, {per_token:g} for each token, do not fit 16-bit indices")
+    return Pool(fitting[-1], math.ceil(fitting[-1] * per_token), overflows)
 
 
-def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], slots: int, dtype: str, overflows: bool) -> SparseOutliers:
-    """Collect the masked entries into slots; where there are too many, those with the largest residuals."""
-    flat, wanted = _flat(residual), _flat(mask)
-    size, index = lax.top_k(jnp.where(wanted, jnp.abs(flat), -1.0), slots)
+def specs(batch: int, heads: int, tokens: int, pool: Pool, dtype: str) -> SparseOutliers:
+    """Describe the arrays of a body of `tokens` tokens, whole pools of them."""
+    pools = Axis("batch", batch), Axis("tokens", tokens, per=pool.tokens)
+    index, residual = (BodySpec((*pools, Axis("none", pool.slots)), kind) for kind in ("uint16", dtype))
+    ends = BodySpec((*pools, Axis("kv_heads", heads)), "uint16")
+    dropped = BodySpec(pools, "uint16") if pool.overflows else None
+    return describe(SparseOutliers, index=index, residual=residual, ends=ends, dropped=dropped)
+
+
+def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], pool: Pool, dtype: str) -> SparseOutliers:
+    """Collect the masked entries of whole pools into slots; where a pool has too many, those with the largest residuals."""
+    heads, places = residual.shape[1], pool.tokens * residual.shape[3]
+    flat, wanted = _by_pool(residual, pool), _by_pool(mask, pool)
+    size, place = lax.top_k(jnp.where(wanted, jnp.abs(flat), -1.0), pool.slots)
     used = size >= 0
     limit = float(jnp.finfo(dtype).max)
-    values = jnp.where(used, jnp.clip(jnp.take_along_axis(flat, index, axis=-1), -limit, limit), 0)
-    index, values = lax.sort((jnp.where(used, index, UNUSED), values), num_keys=1)
-    dropped = jnp.clip(jnp.sum(wanted, axis=-1) - slots, 0, 255).astype(jnp.uint8) if overflows else None
-    return SparseOutliers(jnp.swapaxes(index, 1, 2).astype(jnp.uint16), jnp.swapaxes(values, 1, 2).astype(dtype), dropped)
+    values = jnp.where(used, jnp.clip(jnp.take_along_axis(flat, place, axis=-1), -limit, limit), 0)
+    place, values = lax.sort((jnp.where(used, place, heads * places), values), num_keys=1)
+    ends = jnp.sum(place[..., None] < places * jnp.arange(1, heads + 1), axis=2)
+    index = jnp.where(place < heads * places, place % places, 0)
+    dropped = jnp.clip(jnp.sum(wanted, axis=-1) - pool.slots, 0, MOST_SLOTS).astype(jnp.uint16) if pool.overflows else None
+    return SparseOutliers(index.astype(jnp.uint16), values.astype(dtype), ends.astype(jnp.uint16), dropped)
 
 
 def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array, "B K T H"]:
     """Return dense rows with the residuals added. Unused slots point beyond the last head, where a scatter drops them."""
-    batch, _, tokens, head_dim = dense.shape
-    index = outliers.index.astype(jnp.int32)
-    rows, token = jnp.arange(batch)[:, None, None], jnp.arange(tokens)[None, None]
-    return dense.at[rows, index // head_dim, token, index % head_dim].add(outliers.residual.astype(dense.dtype), mode="drop")
+    batch, _, tokens, channels = dense.shape
+    pools, slots = outliers.index.shape[1:]
+    head, index = heads_of(outliers.ends, slots), outliers.index.astype(jnp.int32)
+    rows, first = jnp.arange(batch)[:, None, None], (tokens // pools * jnp.arange(pools))[None, :, None]
+    place = rows, head, first + index // channels, index % channels
+    return dense.at[place].add(outliers.residual.astype(dense.dtype), mode="drop")
 
 
-def counts(outliers: SparseOutliers) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """Return (outliers with a slot, outliers without one) of each token; more than 255 without one count as 255."""
-    kept = jnp.sum(outliers.index != UNUSED, axis=1, dtype=jnp.int32)
+def heads_of(ends: UInt16[Array, "B n K"], slots: int) -> Int[Array, "B n {slots}"]:
+    """Return the head of each slot; K of an unused one."""
+    return jnp.sum(jnp.arange(slots)[:, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1, dtype=jnp.int32)
+
+
+def counts(outliers: SparseOutliers) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
+    """Return (outliers with a slot, outliers without one) of each pool; more than 65535 without one count as 65535."""
+    kept = outliers.ends[:, :, -1].astype(jnp.int32)
     return kept, jnp.zeros_like(kept) if outliers.dropped is None else outliers.dropped.astype(jnp.int32)
 
 
-def _flat(rows: Array) -> Array:
-    """Lay heads side by side: [B, K, T, H] -> [B, T, K * H]."""
-    batch, _, tokens, _ = rows.shape
-    return jnp.swapaxes(rows, 1, 2).reshape(batch, tokens, -1)
+def _by_pool(rows: Array, pool: Pool) -> Array:
+    """Lay the heads, tokens and channels of each pool side by side, in this order: [B, K, T, H] -> [B, n, K * U * H]."""
+    batch, heads, tokens, channels = rows.shape
+    pools = tokens // pool.tokens
+    cut = rows.reshape(batch, heads, pools, pool.tokens, channels)
+    return jnp.swapaxes(cut, 1, 2).reshape(batch, pools, heads * pool.tokens * channels)

@@ -58,20 +58,48 @@ def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
     return sum(codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides) / len(sides)
 
 
-def dropped_outliers(cache: Cache) -> tuple[int, int]:
-    """Return (outliers that found no slot, outliers that have one) among the live tokens of a cache's body.
+@dataclasses.dataclass(frozen=True)
+class OutlierTotals:
+    """The outliers of some tokens: those that have a slot (`kept`) and those that found none (`dropped`)."""
+
+    kept: int = 0
+    dropped: int = 0
+
+    def __add__(self, other: OutlierTotals) -> OutlierTotals:
+        return OutlierTotals(self.kept + other.kept, self.dropped + other.dropped)
+
+    @property
+    def share_dropped(self) -> float:
+        """The share of all outliers that found no slot; 0 where there are none."""
+        return self.dropped / max(1, self.kept + self.dropped)
+
+
+def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
+    """Return, for each layer, the outliers of each side ("k", "v", or the one side of methods that cache something else) among the live
+    tokens of a cache's body. Sides without slots for outliers are left out.
 
     Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold.
     """
-    dropped = kept = 0
+    layers = []
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
-        live = jnp.arange(plan.regions.body_capacity)[None] < plan.regions.body(cache.lengths)[:, None]
-        for codec, stored in zip(plan.codecs, layer.body, strict=True):
+        own = {}
+        for side, codec, stored in zip(plan.names, plan.codecs, layer.body, strict=True):
             if codec.outlier_slots(plan.heads):
                 counts = codec.outlier_counts(load_body(codec.body(1, plan.heads, plan.regions.block), stored))
-                kept += int(jnp.sum(jnp.where(live, counts.kept, 0)))
-                dropped += int(jnp.sum(jnp.where(live, counts.dropped, 0)))
-    return dropped, kept
+                first = jnp.arange(counts.kept.shape[1]) * plan.regions.body_capacity // max(1, counts.kept.shape[1])  # of each run
+                live = first[None] < plan.regions.body(cache.lengths)[:, None]
+                own[side] = OutlierTotals(*(int(jnp.sum(jnp.where(live, count, 0))) for count in counts))
+        layers.append(own)
+    return tuple(layers)
+
+
+def dropped_outliers(cache: Cache) -> tuple[int, int]:
+    """Return (outliers that found no slot, outliers that have one) among the live tokens of a cache's body, all layers and sides together.
+
+    Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold.
+    """
+    total = sum((side for layer in outlier_totals(cache) for side in layer.values()), OutlierTotals())
+    return total.dropped, total.kept
 
 
 def quantized_tokens(cache: Cache, tokens: int) -> int:

@@ -42,10 +42,10 @@ class KernelJob(NamedTuple):
 
 
 class OutlierCounts(NamedTuple):
-    """The numbers of each token's outliers that have a slot and that have none."""
+    """The numbers of outliers with a slot and without one, of each of n runs of S / n neighbouring tokens. A block is whole runs."""
 
-    kept: Int[Array, "B S"]
-    dropped: Int[Array, "B S"]
+    kept: Int[Array, "B n"]
+    dropped: Int[Array, "B n"]
 
 
 class Codec(abc.ABC):
@@ -97,8 +97,9 @@ class Codec(abc.ABC):
         """Describe the body's arrays for `tokens` tokens, as a tree of `stored.BodySpec`."""
 
     @abc.abstractmethod
-    def outlier_slots(self, heads: int) -> int:
-        """Return the number of outliers of a token, over its K heads, that the body can store at places chosen by the data; 0 for none."""
+    def outlier_slots(self, heads: int) -> float:
+        """Return the number of outliers of a token, over its K heads, that the body can store at places chosen by the data: a mean where
+        tokens share slots, and 0 for none."""
 
     @abc.abstractmethod
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
@@ -193,7 +194,7 @@ class Codec(abc.ABC):
         return False
 
     def outlier_counts(self, body: Tree) -> OutlierCounts:
-        """Count the outliers of each token of a body, as `quantize` returns it.
+        """Count the outliers of a body, as `quantize` returns it.
 
         Raises NotImplementedError for a codec that has slots (`outlier_slots`) but does not say what is in them."""
         raise NotImplementedError(f"{type(self).__name__} has slots for outliers: define its outlier_counts to count what they hold")

@@ -51,7 +51,7 @@ class BiasSubtracting(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return self.inner.body(batch, heads, tokens)
 
-    def outlier_slots(self, heads: int) -> int:
+    def outlier_slots(self, heads: int) -> float:
         return self.inner.outlier_slots(heads)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:

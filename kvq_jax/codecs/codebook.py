@@ -36,7 +36,7 @@ class CodebookCodec(Codec):
         return codebook_array.specs(self.format, batch, heads, tokens)
 
     def outlier_slots(self, heads: int) -> int:
-        return self.format.slots
+        return 0
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         group, dtype = self.format.group, self.format.scale_dtype

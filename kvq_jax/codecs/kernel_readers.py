@@ -57,16 +57,16 @@ def grouped(codec: StoredGroups) -> Reader | str:
 
 
 def nonuniform(
-    layout: PlaneLayout, group: StoredGroup | None, *, scale_dtype: str = "float16", slots: int = 0, pre_rope: bool = False
+    layout: PlaneLayout, group: StoredGroup | None, *, scale_dtype: str = "float16", pool: int = 0, pre_rope: bool = False
 ) -> Reader | str:
     """Return the reader of codes that index one table, or one line that says why there is none.
 
         x^ = table[code] * scale + zero (+ residual)
 
     group: the channels that share the scale and zero point of a token; None where each channel has its own, the same for all tokens.
-    slots: outliers that are stored of a token's whole KV width, 0 for none. The reader takes these arrays, in this order: words of
-    each plane set [B, K, S / n, w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored,
-    [B, K / heads, H / channels, S]; with slots their index and residual, [B, slots, S].
+    pool: the tokens that share slots for outliers, 0 for no outliers. The reader takes these arrays, in this order: words of each plane
+    set [B, K, S / n, w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored, [B, K / heads, H / channels, S]; with
+    outliers their index and residual, [B, S / pool, P], and the ends of heads among them, [B, S / pool, K].
     """
     if reason := head_dim_unsupported(layout.channels):
         return reason
@@ -76,10 +76,12 @@ def nonuniform(
         return f"blocks that are not a multiple of {SPAN} tokens; kernels read spans of {SPAN}"
     if group is not None and group.channels % layout.width:
         return f"groups of {group.channels} channels are not whole planes of {layout.width}"
+    if pool and pool not in TOKEN_GROUPS:
+        return f"outliers of {pool} tokens share slots; kernels read those of {', '.join(map(str, TOKEN_GROUPS))}"
     affine, channels = ("channels", layout.channels) if group is None else ("tokens", group.channels)
     from pallas_kernels.readers.codebook import CodebookReader
 
-    reader = CodebookReader(layout, affine, channels, scale_dtype, slots)
+    reader = CodebookReader(layout, affine, channels, scale_dtype, pool)
     return rotated(reader) if pre_rope else reader
 
 

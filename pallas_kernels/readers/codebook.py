@@ -31,8 +31,8 @@ class CodebookReader(Reader):
         affine "channels"   [K, H], of a channel, the same for all tokens and sequences
         affine "tokens"     [B, K, H / group, S], or [B, 1, H / group, S] where all heads share them; 16-bit floats perhaps as uint16 bits
 
-    and with `outliers` slots for each token, over the width of all heads: index [B, E, S] uint16, k * H + h, sorted, unused ones from
-    K * H on, and residual [B, E, S].
+    and with outliers, of pools of `pool` tokens (readers/sparse_outliers.py): index [B, S / pool, P] uint16, residual [B, S / pool, P], and
+    ends [B, S / pool, K] uint16.
 
     The table becomes fp16, and so do queries times scales of channels. No element is multiplied: a channel's scale and zero point go to the
     query; a token's scale to its score, or to its weight; its zero point adds to all channels of the group. Only values with scales of
@@ -43,7 +43,7 @@ class CodebookReader(Reader):
     affine: Literal["channels", "tokens"]
     group: int
     scale_dtype: str = "float16"
-    outliers: int = 0
+    pool: int = 0
 
     @property
     def slots(self) -> int:
@@ -76,7 +76,7 @@ class CodebookReader(Reader):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         words, table, (*scales,) = stored[: self._sets], stored[self._sets], stored[self._sets + 1 :][:2]
-        entries, wanted = 1 << self.layout.bits, self._sets + (5 if self.outliers else 3)
+        entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
         table = table.astype(jnp.float16)[None, None]
@@ -86,23 +86,21 @@ class CodebookReader(Reader):
 
     @property
     def adds_scores(self) -> bool:
-        return self.outliers > 0
+        return self.pool > 0
 
     @property
     def adds_values(self) -> bool:
-        return self.outliers > 0
+        return self.pool > 0
 
     def more_values(
         self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
     ) -> Float[Array, "B K G H"] | None:
-        index, residual = stored[-2:]
-        return outlier_values(weights, index, residual, limits, self.layout.channels) if self.outliers else None
+        return outlier_values(weights, *stored[-3:], limits, self.layout.channels) if self.pool else None
 
     def more_scores(
         self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
     ) -> Float[Array, "B K G S"] | None:
-        index, residual = stored[-2:]
-        return outlier_scores(q, index, residual, limits, turned, launch) if self.outliers else None
+        return outlier_scores(q, *stored[-3:], limits, turned, launch, self.pool) if self.pool else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":

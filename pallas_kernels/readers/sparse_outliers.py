@@ -1,12 +1,12 @@
-"""Outliers stored beside dense codes: a few slots of (flat channel, residual) for each token, over the KV width of all heads.
+"""Outliers stored beside dense codes, in the slots of pools: runs of U tokens that share slots with all their heads.
 
-    scores    + sum over a token's slots of a head   residual * q[channel]
-    values    + sum over tokens and their slots      p * residual at the channel
+    scores    + sum over the slots of a head and token   residual * q[channel]
+    values    + sum over tokens and their slots          p * residual at the channel
 
-Slots are sorted by channel, so those of a head are neighbours; but where they begin differs from token to token, and a program of the
-attention kernel, which has one head, would have to search all slots or wait for the token with the most. So outliers are read apart, each
-once for all heads. Scores: a thread takes a token and goes through its slots; its sum for a head so far is stored again with each slot, so
-that the last one stays and no atomics are needed. Values: a scatter of the weights, which the attention kernel has stored.
+The slots of a pool are sorted by head, then token: those of head k lie from ends[p, k - 1] to ends[p, k], each with the place
+t * H + h of its token in the pool and its channel. Outliers are read apart from the attention kernel. Scores: a program takes a head of a
+pool, LANES slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and nothing depends on
+the order of threads. Values: a scatter of the weights, which the attention kernel has stored.
 """
 
 from __future__ import annotations
@@ -27,88 +27,105 @@ from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-TOKENS = 128  # of a program, a thread each
+LANES = 32  # slots that a program reads at once
 
 
 def outlier_scores(
     q: Float[Array, "B K G H"],
-    index: UInt16[Array, "B E S"],
+    index: UInt16[Array, "B n P"],
     residual: Array,
+    ends: UInt16[Array, "B n K"],
     limits: Int[Array, " B"],
     turned: Turn | None,
     launch: Launch,
+    pool: int,
 ) -> Float[Array, "B K G S"]:
-    """Return the sum over slots of residual * q[channel], fp32; unspecified for tokens from limits[b] on.
+    """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens; unspecified for tokens from limits[b] on.
 
-    turned: given where residuals belong to keys before RoPE, which stand at those positions.
+    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two.
     """
     batch, heads, group, channels = q.shape
-    tokens = index.shape[2]
-    shape = jax.ShapeDtypeStruct((batch, heads, group, tokens), jnp.float32)
-    step = min(TOKENS, tokens & -tokens)
-    arrays = (index, residual, q.astype(jnp.float32), *(() if turned is None else (t[None] for t in turned)))
-    zeros = jnp.zeros(shape.shape, shape.dtype)  # where a token has no slot of a head
+    pools = index.shape[1]
+    shape = jax.ShapeDtypeStruct((batch, heads, group, pools * pool), jnp.float32)
+    tables = [] if turned is None else list(turned)
     [scores] = triton_call(
-        functools.partial(_scores_kernel, heads=heads, group=group, channels=channels, step=step),
+        functools.partial(_scores_kernel, group=group, channels=channels, pool=pool),
         name="outlier_scores",
-        grid=(batch, tokens // step),
-        in_specs=[pl.BlockSpec((1,), lambda b, t: (b,)), *(whole_array_but(1, array, (0,)) for array in (*arrays, zeros))],
-        out_specs=[whole_array_but(1, shape, (0,))],
+        grid=(batch, heads, pools),
+        in_specs=[
+            pl.BlockSpec((1,), lambda b, k, p: (b,)),
+            *(whole_array_but(1, array, (0,)) for array in (ends, index, residual)),
+            whole_array_but(2, q, (0, 1)),
+            *(whole_array_but(0, table, ()) for table in tables),
+        ],
+        out_specs=[whole_array_but(2, shape, (0, 1))],
         out_shape=[shape],
         launch=launch,
-        num_warps=max(1, step // 32),
+        num_warps=max(1, pool // 32),
         num_stages=1,
-        aliases={1 + len(arrays): 0},
-    )(limits.astype(jnp.int32), *arrays, zeros)
+    )(limits.astype(jnp.int32), ends, index, residual, q.astype(jnp.float32), *tables)
     return scores
 
 
 def outlier_values(
-    weights: Float[Array, "B K G S"], index: UInt16[Array, "B E S"], residual: Array, limits: Int[Array, " B"], channels: int
+    weights: Float[Array, "B K G S"],
+    index: UInt16[Array, "B n P"],
+    residual: Array,
+    ends: UInt16[Array, "B n K"],
+    limits: Int[Array, " B"],
+    channels: int,
 ) -> Float[Array, "B K G H"]:
     """Return the sum over the first limits[b] tokens and their slots of weight * residual, at the slot's channel; fp32.
 
     This is XLA's scatter, which on a GPU adds in any order.
     """
-    batch, heads, group, _ = weights.shape
-    index, rows = index.astype(jnp.int32), jnp.arange(batch)[:, None, None]
-    token = jnp.arange(index.shape[2])[None, None]
-    of_head = weights[rows, jnp.minimum(index // channels, heads - 1), :, token]  # [B, E, S, G]
-    counts = token < limits[:, None, None]
-    added = jnp.where(counts[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)
-    values = jnp.zeros((batch, heads * channels, group), jnp.float32).at[rows, index].add(added, mode="drop")
-    return jnp.swapaxes(values.reshape(batch, heads, channels, group), 2, 3)
+    batch, heads, group, tokens = weights.shape
+    pools, slots = index.shape[1:]
+    place, rows = index.astype(jnp.int32), jnp.arange(batch)[:, None, None]
+    head = jnp.sum(jnp.arange(slots)[:, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1)  # `heads` of an unused slot
+    token = (tokens // pools * jnp.arange(pools))[:, None] + place // channels
+    of_head = weights[rows, jnp.minimum(head, heads - 1), :, jnp.minimum(token, tokens - 1)]  # [B, n, P, G]
+    counted = (token < limits[:, None, None]) & (head < heads)
+    added = jnp.where(counted[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)
+    values = jnp.zeros((batch, heads, channels, group), jnp.float32).at[rows, head, place % channels].add(added, mode="drop")
+    return jnp.swapaxes(values, 2, 3)
 
 
 def _scores_kernel(
-    limit_ref: Any, index_ref: Any, residual_ref: Any, q_ref: Any, *refs: Any, heads: int, group: int, channels: int, step: int
+    limit_ref: Any, ends_ref: Any, index_ref: Any, residual_ref: Any, q_ref: Any, *refs: Any, group: int, channels: int, pool: int
 ) -> None:
-    # index, residual [E, S], q [K, G, H], the tables of a Turn or nothing, zeros, then the scores [K, G, S]
-    *tables, _, out_ref = refs
-    start, half = pl.program_id(1) * step, channels // 2
-    tokens = start + lax.broadcasted_iota(jnp.int32, (step,), 0)
-    slots = index_ref.shape[0] * (start < limit_ref[0]).astype(jnp.int32)  # none where no token counts
+    # ends [n, K]; index, residual [n, P]; q [G, H]; the tables of a Turn or nothing; then the scores [G, S]
+    *tables, out_ref = refs
+    head, number, half = pl.program_id(1), pl.program_id(2), channels // 2
+    lanes, tokens = (lax.broadcasted_iota(jnp.int32, (size,), 0) for size in (LANES, pool))
+    end = ends_ref[number, head].astype(jnp.int32)
+    begin = jnp.where(head > 0, ends_ref[number, jnp.maximum(head - 1, 0)].astype(jnp.int32), 0)
+    counted = number * pool < limit_ref[0]  # where no token counts, ends may be anything
+    rounds = jnp.where(counted, (end - begin + LANES - 1) // LANES, 0)
 
-    def body(e: Array, carry: Any) -> Any:
-        before, sums = carry
-        index = index_ref[e, tokens].astype(jnp.int32)
-        residual = as_float(residual_ref[e, tokens], "float16").astype(jnp.float32)
-        real = index < heads * channels
-        head, channel = jnp.where(real, index // channels, 0), index % channels
+    def body(i: Array, sums: Any) -> Any:
+        slots = begin + i * LANES + lanes
+        used = slots < end
+        slots = jnp.where(used, slots, begin)
+        place = index_ref[number, slots].astype(jnp.int32)
+        residual = as_float(residual_ref[number, slots], "float16").astype(jnp.float32)
+        token, channel = place // channels, place % channels
+        here = used[:, None] & (token[:, None] == tokens[None])
         cos, sin = residual, None
         if tables:
-            pair = channel % half
-            cos_a, sin_a = (table[tokens // SPAN, pair] for table in tables[:2])
-            cos_b, sin_b = (table[tokens % SPAN, pair] for table in tables[2:])
+            position, pair = number * pool + jnp.minimum(token, pool - 1), channel % half
+            cos_a, sin_a = (table[position // SPAN, pair] for table in tables[:2])
+            cos_b, sin_b = (table[position % SPAN, pair] for table in tables[2:])
             cos = residual * (cos_a * cos_b - sin_a * sin_b)
             sin = jnp.where(channel < half, residual, -residual) * (sin_a * cos_b + cos_a * sin_b)
-        scores = []
+        added = []
         for g in range(group):
-            new = cos * q_ref[head, g, channel]
+            new = cos * q_ref[g, channel]
             if sin is not None:
-                new = new + sin * q_ref[head, g, (channel + half) % channels]
-            scores.append(jnp.where(index // channels == before, sums[g], 0.0) + new)
-            plt.store(out_ref.at[head, g, tokens], scores[g], mask=real)
-        return index // channels, scores
+                new = new + sin * q_ref[g, (channel + half) % channels]
+            added.append(sums[g] + jnp.sum(jnp.where(here, new[:, None], 0.0), axis=0))
+        return added
 
-    lax.fori_loop(0, slots, body, (jnp.full((step,), -1, jnp.int32), [jnp.zeros((step,), jnp.float32)] * group))
+    sums = lax.fori_loop(0, rounds, body, [jnp.zeros((pool,), jnp.float32)] * group)
+    for g in range(group):
+        plt.store(out_ref.at[g, number * pool + tokens], sums[g])

@@ -18,7 +18,7 @@ from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
-from pallas_kernels.readers.sparse_outliers import TOKENS, outlier_scores
+from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import turn
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
@@ -51,15 +51,16 @@ def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_sp
 
 
 def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None = None) -> int:
-    """Bytes, of 11 slots and four query heads; with no more registers for a thread than are given. (The kernel takes 27 to 32.)"""
+    """Bytes, of pools of 32 tokens with 12 slots each and four query heads; with no more registers for a thread than are given."""
     q, positions = jax.ShapeDtypeStruct((2, 8, 4, 128), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
-    slots, limits = jax.ShapeDtypeStruct((2, 11, 4096), jnp.uint16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    slots, ends = (jax.ShapeDtypeStruct((2, 128, n), jnp.uint16) for n in (384, 8))
+    limits = jax.ShapeDtypeStruct((2,), jnp.int32)
 
-    def scores(q, index, residual, limits, frequencies):
-        return outlier_scores(q, index, residual, limits, turn(frequencies, 5, 4096) if turned else None, LAUNCH)
+    def scores(q, index, residual, ends, limits, frequencies):
+        return outlier_scores(q, index, residual, ends, limits, turn(frequencies, 5, 4096) if turned else None, LAUNCH, 32)
 
-    kernel = compile_for(target, scores, (q, slots, slots, limits, positions)).kernel("outlier_scores")
-    assert kernel.threads == TOKENS, "a thread for each token"
+    kernel = compile_for(target, scores, (q, slots, slots, ends, limits, positions)).kernel("outlier_scores")
+    assert kernel.threads == 32, "a warp for each head of a pool"
     ptx = kernel.ptx if registers is None else re.sub(r"(?=^\.(?:req|max)ntid)", f".maxnreg {registers}\n", kernel.ptx, flags=re.MULTILINE)
     return assemble(ptx, kernel.name, target.architecture).spill_bytes
 

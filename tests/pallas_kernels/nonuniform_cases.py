@@ -17,17 +17,18 @@ from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
-UNUSED = 65535
 FACTOR = 1.25  # attention factor of the keys' RoPE
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A stored format. scales: of channels, fixed; of a token over all heads; or of so many channels of a token and head."""
+    """A stored format. scales: of channels, fixed; of a token over all heads; or of so many channels of a token and head. slots: for the
+    outliers of a token, in the mean over the `pool` tokens that share them."""
 
     bits: int
     scales: Literal["channels", "token"] | int
     slots: int = 0
+    pool: int = 32
     pre_rope: bool = False
 
 
@@ -59,7 +60,8 @@ def reader_of(format: Format, head_dim: int, heads: int, sink: int) -> Reader:
         group = ChannelGroup(heads, head_dim)
     elif isinstance(format.scales, int):
         group = ChannelGroup(1, format.scales)
-    reader = nonuniform(layout_of(format, head_dim), group, slots=format.slots, pre_rope=format.pre_rope)
+    pool = format.pool if format.slots else 0
+    reader = nonuniform(layout_of(format, head_dim), group, pool=pool, pre_rope=format.pre_rope)
     assert isinstance(reader, Reader), reader
     return dataclasses.replace(reader, sink=sink) if isinstance(reader, RotatedReader) else reader
 
@@ -87,44 +89,53 @@ def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, s
     dense = table.astype(np.float64)[codes] * scale + zero
     outliers = np.zeros(dense.shape)
     if format.slots:
-        index, residual = slots(rng, format.slots, batch, tokens, heads * head_dim)
-        arrays += [index, residual.view(np.uint16)]
-        b, e, s = np.nonzero(index != UNUSED)
-        channel = index[b, e, s].astype(int)
-        outliers[b, channel // head_dim, s, channel % head_dim] = residual[b, e, s]
+        index, residual, ends, outliers = slots(rng, format.slots, format.pool, dense.shape)
+        arrays += [index, residual.view(np.uint16), ends]
     frequencies = (100.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
     if format.pre_rope:
         arrays += [frequencies, np.float32(FACTOR)]
     return Stored(format, reader_of(format, head_dim, heads, sink), arrays, dense, outliers, frequencies, sink)
 
 
-def slots(rng: np.random.Generator, count: int, batch: int, tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(index, residual) [B, E, S]: sorted channels, some slots unused, some tokens with all of them in neighbouring channels."""
-    index = np.sort(np.argsort(rng.random((batch, tokens, width)), axis=-1)[..., :count], axis=-1)
-    start = rng.integers(0, width - count + 1, (batch, tokens, 1))
-    index = np.where(rng.random((batch, tokens, 1)) < 0.1, start + np.arange(count), index)
-    used = np.arange(count) < rng.integers(0, count + 1, (batch, tokens, 1))
-    residual = np.where(used, rng.normal(size=index.shape) * 4, 0).astype(np.float16)
-    index = np.where(used, index, UNUSED).astype(np.uint16)
-    return np.ascontiguousarray(np.swapaxes(index, 1, 2)), np.ascontiguousarray(np.swapaxes(residual, 1, 2))
+def slots(rng: np.random.Generator, count: int, pool: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(index, residual, ends, the outliers as rows [B, K, S, H]): some pools are full, some empty, some all of a token or head."""
+    batch, heads, tokens, channels = shape
+    pools, places = tokens // pool, pool * channels
+    index, residual = np.zeros((batch, pools, count * pool), np.uint16), np.zeros((batch, pools, count * pool), np.float16)
+    ends, outliers = np.zeros((batch, pools, heads), np.uint16), np.zeros(shape)
+    for b, p in np.ndindex(batch, pools):
+        crowd = rng.random((heads, pool, channels))
+        crowd[rng.integers(heads), rng.integers(pool)] += rng.integers(2)
+        crowd[rng.integers(heads)] += rng.random() < 0.2
+        used = rng.choice([0, count * pool, rng.integers(count * pool + 1)])
+        place = np.sort(np.argsort(-crowd.ravel())[:used])
+        index[b, p, :used], residual[b, p, :used] = place % places, rng.normal(size=used) * 4
+        ends[b, p] = np.searchsorted(place, places * np.arange(1, heads + 1))
+        k, t, h = np.unravel_index(place, (heads, pool, channels))
+        outliers[b, k, p * pool + t, h] = residual[b, p, :used]
+    return index, residual, ends, outliers
 
 
 def spoiled(stored: Stored, limits: Sequence[int], bits: int) -> list[np.ndarray]:
-    """The arrays with everything overwritten that no token below a row's limit reads: words by ones, fp16 numbers by `bits`, and indices by
-    channels of every head, for the residual of an unused slot would not be read at all."""
+    """The arrays with everything overwritten that no token below a row's limit reads: words by ones, fp16 numbers by `bits`, and the
+    outliers of pools by as many of every head."""
     _, heads, tokens, channels = stored.dense.shape
     format, found = stored.format, []
     sets, per_row = len(layout_of(format, channels).sets), tokens // stored.arrays[0].shape[2]
-    index = len(stored.arrays) - (4 if format.pre_rope else 2) if format.slots else None
+    sparse = len(stored.arrays) - (5 if format.pre_rope else 3) if format.slots else len(stored.arrays)
     for i, array in enumerate(stored.arrays):
         array = np.array(array)
         if i < sets:
             for b, limit in enumerate(limits):
                 array[b, :, -(-limit // 32) * 32 // per_row :] = -1
-        elif array.ndim > 2:  # a token's scales and zero points, [B, K, groups, S]; indices and residuals, [B, E, S]
-            garbage = np.arange(format.slots)[:, None] * (heads * channels // format.slots) if i == index else bits
+        elif sparse <= i < sparse + 3:  # index, residual and ends
+            size = array.shape[2]
+            garbage = (np.arange(size) * 7, bits, np.arange(1, heads + 1) * (format.slots * format.pool // heads))[i - sparse]
             for b, limit in enumerate(limits):
-                array[b, ..., limit:] = garbage
+                array[b, -(-limit // format.pool) :] = garbage
+        elif array.ndim > 2:  # a token's scales and zero points, [B, K, groups, S]
+            for b, limit in enumerate(limits):
+                array[b, ..., limit:] = bits
         found.append(array)
     return found
 

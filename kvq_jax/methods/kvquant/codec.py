@@ -35,7 +35,8 @@ class KVQuantCodec(Codec):
     """x^ = values[code] * scale + zero, and outliers in full precision.
 
     `format.group` is None where ranges belong to channels (calibrated, so known before a token arrives), and spans the whole KV width where
-    they belong to tokens. Parameters, by name:
+    they belong to tokens. per_side: the outliers among a token's largest entries, and among its smallest, for thresholds of tokens.
+    Parameters, by name:
 
         levels [2^bits]       the codebook that codes are chosen from (datatype nuq)
         qnorm [2]             with the option `qnorm`, values = qnorm[0] * levels + qnorm[1]; else values = levels
@@ -48,6 +49,7 @@ class KVQuantCodec(Codec):
     datatype: Datatype
     weighting: Weighting
     outliers: float
+    per_side: int
     per_matrix: bool
     qnorm: bool
     pre_rope: bool
@@ -62,7 +64,7 @@ class KVQuantCodec(Codec):
             axes |= {"levels": (Axis("none", 2**self.format.bits),), "qnorm": (Axis("none", 2),)}
         if self.per_channel:
             axes |= dict.fromkeys(("scale", "zero", "lower", "upper"), (Axis("kv_heads", heads), Axis("channels", self.format.channels)))
-        elif self.per_matrix and self.format.slots:
+        elif self.per_matrix and self.format.pool:
             axes |= {"lower": (), "upper": ()}
         return {name: ArraySpec(own, "float32") for name, own in axes.items()}
 
@@ -83,7 +85,7 @@ class KVQuantCodec(Codec):
             per_channel=self.per_channel,
             per_matrix=self.per_matrix,
             outliers=self.outliers,
-            slots=self.format.slots,
+            per_side=self.per_side,
             weighting=self.weighting,
         )
         return {name: fitted[name] for name in self.parameters(rows.shape[1])}
@@ -94,8 +96,9 @@ class KVQuantCodec(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
-    def outlier_slots(self, heads: int) -> int:
-        return self.format.slots
+    def outlier_slots(self, heads: int) -> float:
+        pool = self.format.pool
+        return pool.slots / pool.tokens if pool else 0
 
     def outlier_counts(self, body: CodebookArray) -> OutlierCounts:
         assert body.outliers is not None, "a format with slots stores outliers"
@@ -117,11 +120,12 @@ class KVQuantCodec(Codec):
 
     def kernel_reader(self) -> Reader | str:
         f = self.format
-        return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, slots=f.slots, pre_rope=self.pre_rope)
+        pool = f.pool.tokens if f.pool else 0
+        return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
-        sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual]
+        sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual, body.outliers.ends]
         return [*body.words, self._values(params), *affine, *sparse]
 
     @property
@@ -153,15 +157,15 @@ class KVQuantCodec(Codec):
 
     def _by_token(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"] | None]:
         """Return the same for ranges of tokens, which run from the smallest to the largest entry that is not an outlier."""
-        group, slots, dtype = self.format.group, self.format.slots, self.format.scale_dtype
+        group, dtype = self.format.group, self.format.scale_dtype
         assert group is not None, "ranges of tokens have a group"
         cut, low, high = finite_range(group.cut(rows), ChannelGroup.AXES, saturation_limit(dtype))
         clean, exact = cut.reshape(rows.shape), None
-        if slots:
+        if self.format.pool:
             if self.per_matrix:
                 bounds = tuple(self._parameter(params, name).reshape(1, 1, 1, 1) for name in ("lower", "upper"))
             else:
-                bounds = _innermost(clean, slots // 2)
+                bounds = _innermost(clean, self.per_side)
             exact = (clean < bounds[0]) | (clean > bounds[1])
             kept_low, kept_high = (jnp.where(exact, limit, clean) for limit in (jnp.inf, -jnp.inf))
             low = jnp.min(group.cut(kept_low), ChannelGroup.AXES, keepdims=True)

@@ -28,12 +28,13 @@ def parameters(
     per_channel: bool,
     per_matrix: bool,
     outliers: float,
-    slots: int,
+    per_side: int,
     weighting: str,
 ) -> Mapping[str, np.ndarray]:
     """Return everything that `KVQuantCodec.parameters` may ask for, fp32.
 
-    levels: entries of the codebook; None leaves it (and qnorm) out. weighting: fisher_scale, fisher or none.
+    levels: entries of the codebook; None leaves it (and qnorm) out. per_side: outliers among a token's largest entries, and among its
+    smallest; 0 for no outliers at all. weighting: fisher_scale, fisher or none.
 
     Raises ValueError where rows or gradients are not finite, where there are fewer than two tokens, or where all gradients are 0.
     """
@@ -44,7 +45,7 @@ def parameters(
         if not np.isfinite(array).all():
             raise ValueError(f"{name} are not finite ({np.count_nonzero(~np.isfinite(array))} of {array.size})")
     x, grad = (array.reshape(tokens, -1).astype(np.float32) for array in (rows, gradients))
-    lower, upper = _thresholds(x, per_channel, per_matrix, outliers, slots)
+    lower, upper = _thresholds(x, per_channel, per_matrix, outliers, per_side)
     kept = (x >= lower) & (x <= upper)
     scale, zero = _ranges(x, kept, per_channel)
     fitted = {"scale": scale, "zero": zero, "lower": lower, "upper": upper}
@@ -61,17 +62,17 @@ def parameters(
     return {name: np.array(array, np.float32) for name, array in fitted.items()}
 
 
-def _thresholds(x: Wide, per_channel: bool, per_matrix: bool, outliers: float, slots: int) -> tuple[np.ndarray, np.ndarray]:
+def _thresholds(x: Wide, per_channel: bool, per_matrix: bool, outliers: float, per_side: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (lower, upper), which broadcast against x. Elements outside them are outliers."""
     axis = None if per_matrix else 0 if per_channel else 1
-    if not slots:
+    if not per_side:
         return x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
     if per_channel or per_matrix:
         low, high = np.percentile(x, [50 * outliers, 100 - 50 * outliers], axis=axis, keepdims=True)
         return low.astype(np.float32), high.astype(np.float32)
-    side, width = slots // 2, x.shape[1]
-    ordered = np.partition(x, [side, width - 1 - side], axis=1)  # as the codec finds them when a token arrives
-    return ordered[:, side, None], ordered[:, width - 1 - side, None]
+    width = x.shape[1]
+    ordered = np.partition(x, [per_side, width - 1 - per_side], axis=1)  # as the codec finds them when a token arrives
+    return ordered[:, per_side, None], ordered[:, width - 1 - per_side, None]
 
 
 def _ranges(x: Wide, kept: Bool[np.ndarray, "tokens width"], per_channel: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.codebook_array import CodebookFormat
-from kvq_jax.arrays.sparse_outliers import slots_per_side
+from kvq_jax.arrays.sparse_outliers import outliers_per_side, pool_of
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.kvquant.codec import Datatype, KVQuantCodec, Weighting
@@ -46,6 +46,7 @@ class KVQuant(Method):
     thresholds: Literal["vector", "matrix"] = option(
         "vector", "where outliers are looked for: in each channel or token, or in the whole layer", choices=("vector", "matrix")
     )
+    slots: float = option(1.25, "slots for outliers by calibrated thresholds, as a multiple of the number that `outliers` gives")
     scale_dtype: str = option("float16", "dtype of the scales and zero points of tokens", choices=("float16", "float32"))
 
     def windows(self) -> Windows:
@@ -54,17 +55,23 @@ class KVQuant(Method):
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         if self.qnorm and self.datatype != "nuq":
             raise ValueError(f"qnorm=true needs datatype=nuq, not {self.datatype}")
+        if not self.slots:
+            raise ValueError("slots=0 leaves no place for outliers: outliers=0 turns them off")
         heads, head_dim = dims.num_key_value_heads, dims.head_dim
         bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer) or at_layer(self.bits, layer)
         axis = self.k_axis if side == "k" else self.v_axis
         group = channel_group(0, heads, head_dim) if axis == "token" else None
-        slots = 2 * slots_per_side(self.outliers, heads * head_dim)
+        per_side = outliers_per_side(self.outliers, heads * head_dim)
+        static = axis == "channel" or self.thresholds == "matrix"  # so the data decide how many outliers a token has
+        per_token = 2 * per_side * (self.slots if static else 1)
+        pool = pool_of(block, per_token, head_dim, static) if per_side else None
         return KVQuantCodec(
             side=side,
-            format=CodebookFormat(bits, head_dim, block, group, slots, axis == "channel" or self.thresholds == "matrix", self.scale_dtype),
+            format=CodebookFormat(bits, head_dim, block, group, pool, self.scale_dtype),
             datatype=self.datatype,
             weighting=self.weighting,
             outliers=self.outliers,
+            per_side=per_side,
             per_matrix=self.thresholds == "matrix",
             qnorm=self.qnorm,
             pre_rope=self.pre_rope and side == "k",

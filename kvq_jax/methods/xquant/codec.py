@@ -55,7 +55,7 @@ class OutlierChannel(Codec):
         exact = Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens), Axis("none", 1)
         return self.coded.body(batch, heads, tokens), BodySpec(exact, self.dtype)
 
-    def outlier_slots(self, heads: int) -> int:
+    def outlier_slots(self, heads: int) -> float:
         return self.coded.outlier_slots(heads)  # the first channel is no slot: it does not depend on the data
 
     def outlier_counts(self, body: Tree) -> OutlierCounts:
@@ -105,7 +105,7 @@ class _XRows(Codec):
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return jax.tree.map(lambda spec: spec.renamed("kv_heads", "none"), self.stored.body(batch, 1, tokens))
 
-    def outlier_slots(self, heads: int) -> int:
+    def outlier_slots(self, heads: int) -> float:
         return self.stored.outlier_slots(1)
 
     def outlier_counts(self, body: Tree) -> OutlierCounts:

@@ -8,12 +8,13 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.arrays import sparse_outliers
-from kvq_jax.arrays.sparse_outliers import UNUSED, slots_per_side
+from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
+from kvq_jax.cache.accounting import OutlierTotals
 from kvq_jax.cache.cache import CacheDims
 from tests.kvq_jax.cache_runs import filled
 from tests.kvq_jax.layer_runs import parameters_of, sequences
 
-BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 8
+BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 6, 8
 
 
 def drawn(share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -23,37 +24,82 @@ def drawn(share: float) -> tuple[np.ndarray, np.ndarray]:
     return residual, rng.uniform(size=residual.shape) < share
 
 
-@pytest.mark.parametrize(("share", "slots"), [(0.1, 24), (0.0, 4), (0.5, 4), (1.0, 1)])
-def test_the_largest_residuals_are_added_back_and_the_others_are_counted(share: float, slots: int):
+@pytest.mark.parametrize(("share", "tokens", "slots"), [(0.1, 1, 24), (0.1, 3, 30), (0.0, 2, 4), (0.5, 2, 9), (0.5, 6, 11), (1.0, 1, 1)])
+def test_the_largest_residuals_of_a_pool_are_added_back_and_the_others_are_counted(share: float, tokens: int, slots: int):
     residual, mask = drawn(share)
-    found = sparse_outliers.collect(jnp.asarray(residual), jnp.asarray(mask), slots, "float32", True)
+    found = sparse_outliers.collect(jnp.asarray(residual), jnp.asarray(mask), Pool(tokens, slots, True), "float32")
     restored = np.asarray(sparse_outliers.add(jnp.zeros(residual.shape), found))
+    assert found.dropped is not None
+    kept, dropped = sparse_outliers.counts(found)
     for b in range(BATCH):
-        for t in range(TOKENS):
-            marked = np.where(mask[b, :, t], residual[b, :, t], 0).ravel()
-            kept = np.argsort(-np.abs(marked), kind="stable")[:slots]
+        for p in range(TOKENS // tokens):
+            own = np.s_[b, :, p * tokens : (p + 1) * tokens]
+            marked = np.where(mask[own], residual[own], 0).ravel()
+            largest = np.argsort(-np.abs(marked), kind="stable")[:slots]
             expected = np.zeros_like(marked)
-            expected[kept] = marked[kept]
-            np.testing.assert_array_equal(restored[b, :, t].ravel(), expected, err_msg=f"{b=} {t=}")
-            assert found.dropped is not None
-            assert int(found.dropped[b, t]) == max(mask[b, :, t].sum() - slots, 0)
-    index = np.asarray(found.index).astype(int)
-    assert (np.diff(index, axis=1) >= 0).all(), "slots of a token are sorted"
-    assert (np.asarray(found.residual)[index == UNUSED] == 0).all()
+            expected[largest] = marked[largest]
+            np.testing.assert_array_equal(restored[own].ravel(), expected, err_msg=f"{b=} {p=}")
+            assert int(kept[b, p]) == min(mask[own].sum(), slots)
+            assert int(dropped[b, p]) == max(mask[own].sum() - slots, 0)
+            used = np.arange(slots) < int(kept[b, p])
+            assert (np.asarray(found.residual)[b, p][~used] == 0).all()
+            head = np.searchsorted(np.asarray(found.ends)[b, p], np.arange(slots)[used], side="right")
+            place = head * tokens * HEAD_DIM + np.asarray(found.index)[b, p][used]
+            assert (np.diff(place) > 0).all(), "slots are sorted by head, token and channel"
+
+
+def test_pools_are_collected_independently_and_heads_may_use_all_slots_of_one():
+    residual, mask = drawn(0.3)
+    mask[:, 1:] = False  # all outliers belong to the first head
+    pool = Pool(3, 20, True)
+    whole = sparse_outliers.collect(jnp.asarray(residual), jnp.asarray(mask), pool, "float32")
+    parts = [
+        sparse_outliers.collect(jnp.asarray(residual[:, :, t]), jnp.asarray(mask[:, :, t]), pool, "float32") for t in (np.s_[:3], np.s_[3:])
+    ]
+    for name in ("index", "residual", "ends", "dropped"):
+        np.testing.assert_array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts], axis=1), err_msg=name)
+    assert (np.asarray(whole.ends) == np.asarray(whole.ends)[..., :1]).all()
+    assert np.asarray(whole.ends).max() == mask.reshape(BATCH, HEADS, 2, -1).sum(axis=(1, 3)).max() > 5
+    assert not np.asarray(whole.dropped).any()
 
 
 def test_residuals_beyond_the_stored_dtype_saturate():
     residual = np.full((1, 1, 1, 4), 1e30, np.float32)
-    found = sparse_outliers.collect(jnp.asarray(residual), jnp.ones(residual.shape, bool), 4, "float16", False)
+    found = sparse_outliers.collect(jnp.asarray(residual), jnp.ones(residual.shape, bool), Pool(1, 4, False), "float16")
     assert np.isfinite(np.asarray(found.residual)).all()
     assert found.dropped is None
+
+
+@pytest.mark.parametrize(
+    ("block", "per_token", "channels", "tokens", "slots"),
+    [
+        (32, 42, 128, 32, 1344),
+        (32, 2.5, 64, 32, 80),
+        (128, 12, 256, 128, 1536),
+        (8, 1.2, 64, 8, 10),
+        (1, 12.3, 128, 1, 13),
+        (24, 1, 64, 24, 24),
+        (96, 1, 64, 32, 32),  # kernels read spans of 32 tokens in powers of two
+        (256, 1, 64, 128, 128),
+        (131, 1, 64, 1, 1),
+        (128, 1, 1024, 64, 64),  # places of a head that 16 bits count
+        (128, 1000, 128, 64, 64000),  # and slots
+    ],
+)
+def test_a_pool_spans_the_block_or_the_largest_part_that_fits(block: int, per_token: float, channels: int, tokens: int, slots: int):
+    assert pool_of(block, per_token, channels, True) == Pool(tokens, slots, True)
+
+
+def test_heads_that_16_bits_cannot_count_are_refused():
+    with pytest.raises(ValueError, match="heads of 65537 channels, 2 for each token, do not fit 16-bit indices"):
+        pool_of(32, 2, 65537, True)
 
 
 @pytest.mark.parametrize(
     ("fraction", "width", "slots"), [(0.01, 4096, 21), (0.01, 1024, 6), (0.01, 128, 1), (0.001, 1024, 1), (0.0, 64, 0)]
 )
 def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int, slots: int):
-    assert slots_per_side(fraction, width) == slots
+    assert outliers_per_side(fraction, width) == slots
     if fraction:  # entries on or beyond the interpolated quantiles of distinct numbers
         x = np.random.default_rng(1).permutation(width).astype(float)
         assert (x >= np.quantile(x, 1 - fraction / 2)).sum() == (x <= np.quantile(x, fraction / 2)).sum() == slots
@@ -66,6 +112,7 @@ def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int
         ("kvquant:outliers=0.7", "must be 0, or a fraction below 0.5"),
         ("kvquant:outliers=-0.1", "outliers=-0.1 must be finite and not negative"),
         ("kvquant:outliers=some", "cannot be read; expected float"),
+        ("kvquant:slots=0", "slots=0 leaves no place for outliers: outliers=0 turns them off"),
         ("kvquant:qnorm=true,datatype=nf", "qnorm=true needs datatype=nuq"),
         ("kvquant:bits=8", "choose from 2, 3, 4"),
         ("int4:group_size=24", r"KV width of 2 heads of 32; sizes: 1, 2, 4, 8, 16, 32, 64"),
@@ -80,26 +127,37 @@ def test_options_that_fit_no_cache_are_refused_in_one_line(spec: str, message: s
 def test_a_fraction_that_is_named_as_usable_is_usable():
     for width in (48, 64, 100, 1000, 1024):
         with pytest.raises(ValueError, match="smallest usable") as refused:
-            slots_per_side(1e-5, width)
-        assert slots_per_side(float(str(refused.value).rsplit(" ", 1)[1]), width) == 1
+            outliers_per_side(1e-5, width)
+        assert outliers_per_side(float(str(refused.value).rsplit(" ", 1)[1]), width) == 1
 
 
 def test_dropped_outliers_of_live_tokens_are_counted():
-    spec = "kvquant:outliers=0.04,sink=0,block=16"  # the first tokens of the sequences are outliers in every channel
+    spec = "kvquant:outliers=0.04,slots=1,sink=0,block=16"  # the first tokens of the sequences are outliers in every channel
     cache = filled(spec, (90,) * 4)
-    expected_dropped = expected_kept = 0
+    expected = []
     for layer, plan in enumerate(cache.plans):
         own, rows = parameters_of(plan)[0], sequences(4, seed=layer).k_pre[:, :, : plan.regions.body(90)]
         outside = (rows < np.asarray(own["lower"])[:, None]) | (rows > np.asarray(own["upper"])[:, None])
-        count = outside.sum(axis=(1, 3))
-        expected_dropped += np.maximum(count - 4, 0).sum()
-        expected_kept += np.minimum(count, 4).sum() + 4 * count.size  # every value's slots are used
+        count = outside.sum(axis=(1, 3)).reshape(4, -1, 16).sum(axis=2)  # of each block
+        keys = OutlierTotals(int(np.minimum(count, 64).sum()), int(np.maximum(count - 64, 0).sum()))
+        expected.append({"k": keys, "v": OutlierTotals(64 * count.size, 0)})  # every value's slots are used
+    found = kvq.outlier_totals(cache)
+    assert list(found) == expected
     dropped, kept = kvq.dropped_outliers(cache)
-    assert (dropped, kept) == (expected_dropped, expected_kept)
-    assert dropped > 1000
+    assert dropped == sum(layer["k"].dropped for layer in found) > 1000
+    assert kept == sum(side.kept for layer in found for side in layer.values())
+    assert found[0]["k"].share_dropped == found[0]["k"].dropped / (found[0]["k"].dropped + found[0]["k"].kept) > 0.1
+    assert found[0]["v"].share_dropped == 0
     short = kvq.select_rows(cache, [0])
     assert kvq.dropped_outliers(short)[0] * 3 < dropped
+    assert kvq.dropped_outliers(kvq.trim(cache, 20))[0] < dropped, "only live tokens count"
     assert kvq.dropped_outliers(filled("kivi:sink=0,recent=12,block=16", (90,) * 4)) == (0, 0)
+    assert kvq.outlier_totals(filled("kivi:sink=0,recent=12,block=16", (90,) * 4))[0] == {}
+
+
+def test_more_slots_drop_fewer_outliers():
+    dropped = [kvq.dropped_outliers(filled(f"kvquant:outliers=0.04,slots={slots},sink=0,block=16", (90,) * 4))[0] for slots in (1, 2, 25)]
+    assert dropped[0] > dropped[1] > dropped[2] == 0
 
 
 def test_a_method_without_its_calibration_says_so():

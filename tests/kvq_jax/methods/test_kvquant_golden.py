@@ -10,7 +10,7 @@ import pytest
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
-from kvq_jax.arrays.sparse_outliers import slots_per_side
+from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
 from tests.kvq_jax.methods.test_golden import compare_numbers, golden
 
@@ -18,10 +18,11 @@ WIDTH = 128
 UNCAPPED = 128  # a slot for every entry
 
 
-def codec_of(side: str, bits: int, slots: int, datatype: str = "nuq", qnorm: bool = False) -> KVQuantCodec:
+def codec_of(side: str, bits: int, slots: int, pool: int = 1, datatype: str = "nuq", qnorm: bool = False) -> KVQuantCodec:
+    """slots: of a token; `pool` tokens share theirs."""
     group = None if side == "k" else ChannelGroup(1, WIDTH)
-    format = CodebookFormat(bits, WIDTH, 1, group, slots, side == "k", "float32")
-    return KVQuantCodec(side, format, datatype, "fisher", 0.01, False, qnorm, pre_rope=False)  # type: ignore[arg-type]
+    format = CodebookFormat(bits, WIDTH, 1, group, Pool(pool, pool * slots, side == "k") if slots else None, "float32")
+    return KVQuantCodec(side, format, datatype, "fisher", 0.01, min(slots, 1), False, qnorm, pre_rope=False)  # type: ignore[arg-type]
 
 
 def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp.ndarray]:
@@ -32,7 +33,7 @@ def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp
 
 
 def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np.ndarray]:
-    """(rows as the body returns them, how many outliers of each token had no slot)."""
+    """(rows as the body returns them, how many outliers of each pool had no slot)."""
     data = golden("kvquant_nuq")
     lower, upper = (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])  # of all tokens, not of the slice
     params = parameters(bits, lower, upper)
@@ -56,15 +57,17 @@ class TestMatchesThePublicCode:
     def test_without_outliers(self, side: str, bits: int):
         compare_numbers(decoded(side, bits, 0)[0], golden("kvquant_nuq")[f"{side}_deq_dense_b{bits}"])
 
-    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(self, side: str, bits: int):
-        slots = 2 * slots_per_side(0.01, WIDTH)
-        found, dropped = decoded(side, bits, slots)
+    @pytest.mark.parametrize("pool", [1, 16])
+    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(self, side: str, bits: int, pool: int):
+        slots = 2 * outliers_per_side(0.01, WIDTH)
+        found, dropped = decoded(side, bits, slots, pool=pool)
         expected = golden("kvquant_nuq")[f"{side}_deq_b{bits}"]
+        found, expected = (rows.reshape(-1, pool, WIDTH) for rows in (found, expected))
         compare_numbers(found[dropped == 0], expected[dropped == 0])
-        assert side == "v" or 0 < (dropped > 0).sum() < len(dropped), "both kinds of tokens are needed"
-        for t in np.flatnonzero(dropped):
-            differing = (np.abs(found[t] - expected[t]) > 1e-5 * np.maximum(1, np.abs(expected[t]))).sum()
-            assert 0 < differing <= dropped[t], f"token {t} dropped {dropped[t]} outliers, {differing} entries differ"
+        assert side == "v" or 0 < (dropped > 0).sum() < len(dropped), "both kinds of pools are needed"
+        for p in np.flatnonzero(dropped):
+            differing = (np.abs(found[p] - expected[p]) > 1e-5 * np.maximum(1, np.abs(expected[p]))).sum()
+            assert 0 < differing <= dropped[p], f"pool {p} dropped {dropped[p]} outliers, {differing} entries differ"
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -146,10 +146,13 @@ def test_the_products_by_themselves_equal_the_reference(case):
 
 def test_outliers_of_padding_are_not_read():
     q = jnp.ones((2, 2, 1, 64), jnp.float32)
-    index, residual = np.zeros((2, 1, 256), np.uint16), np.ones((2, 1, 256), np.float32)
-    found = np.asarray(outlier_scores(q, jnp.asarray(index), jnp.asarray(residual), jnp.asarray([0, 129]), None, INTERPRETED))
+    index = np.broadcast_to(64 * np.arange(128, dtype=np.uint16), (2, 2, 128))  # one of each token
+    ends, residual = np.full((2, 2, 2), 128, np.uint16), np.ones((2, 2, 128), np.float32)
+    arrays = (jnp.asarray(array) for array in (index, residual, ends, np.asarray([0, 128])))
+    found = np.asarray(outlier_scores(q, *arrays, None, INTERPRETED, 128))
     assert (found[0] == 0).all()
-    assert (found[1, 0, 0] == 1).all(), "all tokens of a program that reads any"
+    assert (found[1, 0, 0, :128] == 1).all(), "all tokens of a pool that is read"
+    assert (found[1, 0, 0, 128:] == 0).all(), "no token of one behind the limit"
     assert (found[1, 1] == 0).all(), "no slot belongs to the other head"
 
 
@@ -159,6 +162,7 @@ def test_what_the_kernels_cannot_read_has_a_reason():
     assert "groups of 16 channels" in str(nonuniform(layout, ChannelGroup(1, 16)))
     assert "head_dim 80" in str(nonuniform(plane_layout(4, 80, 32), None))
     assert "not a multiple of 32" in str(nonuniform(plane_layout(4, 128, 16), None))
+    assert "outliers of 16 tokens share slots; kernels read those of 32, 64, 128" in str(nonuniform(layout, None, pool=16))
 
 
 def structs_of(case: Case):
