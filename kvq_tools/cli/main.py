@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "write one self-contained page with pictures: quality, size, speed and errors of several caches",
     "passkey": "ask for a number that a long text states once",
     "niah": "ask for needles in a haystack, as RULER hides them",
+    "ruler": "ask for variables and frequent words, as RULER does",
     "memory": "count the exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",

@@ -1,4 +1,4 @@
-"""Run one task through several caches, for `kvq passkey` and `kvq niah`: arguments, answers, tables."""
+"""Run one task through several caches, for `kvq passkey`, `kvq niah` and `kvq ruler`: arguments, answers, tables."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class TaskRun:
     settings: Mapping[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the arguments that both commands take; `max_new_tokens` is the default."""
+def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | None, default: str = "%(default)s") -> None:
+    """Add the arguments that all of these commands take. max_new_tokens: the default; None where it depends on the task, and `default`
+    says how."""
     inputs.add_model(parser)
     parser.add_argument(
         "--cache",
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
     inputs.add_calibration(parser, several=True)
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=inputs.positive, default=max_new_tokens, help="the longest answer (default: %(default)s)"
+        "--max-new-tokens", metavar="N", type=inputs.positive, default=max_new_tokens, help=f"the longest answer (default: {default})"
     )
     parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="prompts at a time (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template, as the user's turn")
@@ -68,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
 
 
-def add_generator_arguments(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add the arguments of tasks that make their own samples."""
+def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = None) -> None:
+    """Add the arguments of tasks that make their own samples. text: what --text is, for tasks that hide facts at depths of one."""
     parser.add_argument("--data", metavar="FILE", help="ready-made samples, one JSON object a line, in place of generated ones")
     parser.add_argument(
         "--lengths",
@@ -77,11 +78,13 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str) -> None:
         type=_integers,
         help=f"tokens of prompt and answer (default: a quarter, a half and all of the model's positions, of at most {MOST_LENGTH})",
     )
-    parser.add_argument("--depths", metavar="D,D", type=_shares, help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)")
-    parser.add_argument("--text", metavar="FILE", help=text)
+    if text is not None:
+        parser.add_argument("--depths", metavar="D,D", type=_shares, help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)")
+        parser.add_argument("--text", metavar="FILE", help=text)
     parser.add_argument("--seed", type=inputs.seed, default=0, help="of generated samples (default: 0)")
+    each = "each length" if text is None else "each length and depth"
     parser.add_argument(
-        "--limit", metavar="N", type=inputs.positive, help=f"samples for each length and depth (default: {SAMPLES}); of --data, its first N"
+        "--limit", metavar="N", type=inputs.positive, help=f"samples for {each} (default: {SAMPLES}); of --data, its first N"
     )
 
 
@@ -100,15 +103,15 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
-    """Return lengths, depths, count, seed and text, for a task's `generated`."""
+    """Return lengths, count and seed, for a task's `generated`."""
     most = min(config.max_position_embeddings, MOST_LENGTH)
-    return {
-        "lengths": options.lengths or (most // 4, most // 2, most),
-        "depths": options.depths or DEPTHS,
-        "count": options.limit or SAMPLES,
-        "seed": options.seed,
-        "text": None if options.text is None else inputs.read_text(options.text),
-    }
+    return {"lengths": options.lengths or (most // 4, most // 2, most), "count": options.limit or SAMPLES, "seed": options.seed}
+
+
+def hiding_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
+    """Return lengths, depths, count, seed and text, for a task's `generated`."""
+    text = None if options.text is None else inputs.read_text(options.text)
+    return generator_settings(options, config) | {"depths": options.depths or DEPTHS, "text": text}
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:

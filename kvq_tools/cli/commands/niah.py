@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
             return niah.from_file(options.data, prompts, limit=options.limit, suffix=options.suffix, max_new_tokens=new)
-        settings = task_runs.generator_settings(options, config)
+        settings = task_runs.hiding_settings(options, config)
         return niah.generated(prompts, kind, **settings, suffix=options.suffix, max_new_tokens=new)
 
     settings = {

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
             return passkey.from_file(options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
-        return passkey.generated(prompts, **task_runs.generator_settings(options, config), max_new_tokens=options.max_new_tokens)
+        return passkey.generated(prompts, **task_runs.hiding_settings(options, config), max_new_tokens=options.max_new_tokens)
 
     settings = {"data": options.data, "text": options.text, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
     task_runs.run_task(options, task_runs.TaskRun("passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings))

@@ -77,6 +77,7 @@ RULES = {
     "length": "tokens of the prompt and of max_new_tokens; the prompt is at most that long, and nothing is cut",
     "score": "share of the values that the answer contains, in upper or lower case",
 }
+FILE_RULES = {"prompt": "of the file", "length": RULES["length"], "score": RULES["score"]}
 
 
 def score(sample: Sample, text: str) -> Scores:
@@ -208,14 +209,14 @@ def _drawn(kind: str, rng: np.random.Generator) -> str:
         case "uuids":
             return str(uuid.UUID(bytes=rng.bytes(16), version=4))
         case _:
-            return "-".join(str(rng.choice(words)) for words in _words())
+            return "-".join(str(rng.choice(word_lists()[kind])) for kind in ("adjectives", "nouns"))
 
 
 @functools.cache
-def _words() -> tuple[list[str], list[str]]:
+def word_lists() -> dict[str, list[str]]:
+    """Return English words: adjectives, nouns and other things, each in one list."""
     resource = importlib.resources.files("kvq_tools.evaluation.tasks") / "words.json"
-    lists = json.loads(resource.read_text(encoding="utf-8"))
-    return lists["adjectives"], lists["nouns"]
+    return json.loads(resource.read_text(encoding="utf-8"))
 
 
 def from_file(
