@@ -27,7 +27,8 @@ import kvq_jax as kvq
 from benchmarks.markdown import head, table
 from benchmarks.quality.squat_subspace import layer_inputs
 from benchmarks.report_file import Report, header
-from kvq_models import EMBEDDED, load_llama
+from kvq_models import load_llama
+from kvq_models.named_models.names import EMBEDDED
 
 KINDS = ("post-norm X", "unit-norm X", "residual stream", "keys", "values")
 
@@ -97,9 +98,9 @@ def run(options: argparse.Namespace) -> SimilarityReport:
         for layer in range(1, len(layers))
     ]
     return SimilarityReport(
-        title=f"Similarity of successive layers, {'the embedded Llama' if options.model == EMBEDDED else options.model.stem}",
+        title=f"Similarity of successive layers, {'the embedded Llama' if options.model == EMBEDDED else pathlib.Path(options.model).stem}",
         **header(_command(options)),
-        model=f"{'the embedded Llama' if options.model == EMBEDDED else options.model.name}, float32",
+        model=f"{'the embedded Llama' if options.model == EMBEDDED else pathlib.Path(options.model).name}, float32",
         text=options.text.name,
         tokens=options.tokens,
         group=options.group,
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> SimilarityReport:
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
-    model = [] if options.model == EMBEDDED else [f"--model {options.model.name}"]
+    model = [] if options.model == EMBEDDED else [f"--model {pathlib.Path(options.model).name}"]
     sizes = [f"--tokens {options.tokens}", f"--group {options.group}"]
     return ["benchmarks.quality.layer_similarity", *model, f"--text {options.text.name}", *sizes, f"--json {options.json.name}"]
 
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
-    parser.add_argument("--model", metavar="MODEL", type=pathlib.Path, default=EMBEDDED, help="a folder or GGUF file")
+    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that the model reads")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of it")
     parser.add_argument("--group", type=int, default=64, help="channels of a token that share a range")

@@ -80,7 +80,7 @@ def evaluate_caches(
     specs = [parse(spec) for _, spec in candidates]
     settings = check_request(candidates[0][0].config, ids, specs, window, stride, mode, batch, chunk, prompt, step)
     width = min(settings.window, ids.size)
-    cut = windows(ids.size, settings.window, settings.stride, prompt)
+    cut = windows(ids.size, settings.window, settings.stride, settings.prompt)
     begins, lengths = np.array([w.begin for w in cut]), np.array([w.end - w.begin for w in cut], np.int32)
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
