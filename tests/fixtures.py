@@ -44,7 +44,7 @@ def run_json(run):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
+    """Return a directory with a random one-layer model and a byte-level tokenizer, whose tokens often are parts of characters."""
     from kvq_models import save_llama
     from tests.kvq_models.checkpoints import PROMPT, random_llama, tiny_config
     from tools.embedded_model.tokenizer import save_tokenizer, train_tokenizer
@@ -58,7 +58,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(model, tmp_path_factory):
-    """The same model without its tokenizer."""
+    """Return the same model without its tokenizer."""
     directory = tmp_path_factory.mktemp("bare")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, directory)
@@ -67,7 +67,7 @@ def bare(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """The work directory of a finished run."""
+    """Return the work directory of a finished run."""
     from tests.kvq_models import calibration_runs
 
     directory = tmp_path_factory.mktemp("calibration") / "work"

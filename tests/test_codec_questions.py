@@ -30,7 +30,7 @@ def folder(kind: type) -> str:
 
 
 def rooms() -> dict[str, tuple[str, ...]]:
-    """The folders that may look at a class, by its name: its own for codecs and methods, more for what bodies hold."""
+    """Return the folders that may look at a class, by its name: its own for codecs and methods, more for what bodies hold."""
     assert len(kvq.METHODS) > 10, "methods are registered"
     assert issubclass(bias_subtracting.BiasSubtracting, Codec)
     ours = {kind for kind in subclasses(Codec) | subclasses(Method) if kind.__module__.startswith("kvq_jax.")} - {CrossLayerCodec}

@@ -29,7 +29,7 @@ def page() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(page: dict[str, Any]) -> np.ndarray:
-    """The logits [B, T, V] of the continuation by causal attention over whole sequences, without a cache."""
+    """Return the logits [B, T, V] of the continuation by causal attention over whole sequences, without a cache."""
     model, rows = page["model"], []
 
     @jax.jit

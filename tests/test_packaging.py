@@ -24,7 +24,7 @@ LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors"}  # all that kvq_jax needs
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The wheel, built as `pip install .` builds it, from a copy: what an earlier build left beside the sources stays out of it."""
+    """Return the wheel, built as `pip install .` builds it, from a copy: what an earlier build left beside the sources stays out of it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
@@ -37,13 +37,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: pathlib.Path) -> set[str]:
-    """Every file of the wheel."""
+    """Return every file of the wheel."""
     return set(zipfile.ZipFile(wheel).namelist())
 
 
 @pytest.fixture(scope="module")
 def site(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with the wheel unpacked, as it lies in site-packages."""
+    """Return a folder with the wheel unpacked, as it lies in site-packages."""
     folder = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder

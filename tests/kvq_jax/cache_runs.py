@@ -19,7 +19,7 @@ LENGTHS = (0, 1, 15, 16, 17, 40, 89, 90)
 
 @functools.cache
 def filled(spec: str, lengths: tuple[int, ...] = (CAPACITY,) * 8, dtype: str = "float32") -> kvq.Cache:
-    """A cache whose layers hold prompts of these lengths. Shared: do not donate it."""
+    """Return a cache whose layers hold prompts of these lengths. Shared: do not donate it."""
     cache = kvq.init_cache(spec, DIMS, len(lengths), CAPACITY, dtype)
     stop = np.array(lengths, np.int32)
     states, carry = [], ()

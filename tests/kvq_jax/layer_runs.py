@@ -51,7 +51,7 @@ def quick_jit(function: Callable, **options: Any) -> Callable:
 def _reference(
     plan: LayerPlan, params: Any, state: LayerState, lengths: jax.Array, inputs: kvq.LayerInputs, seen: jax.Array, carry: Any = ()
 ) -> jax.Array:
-    """The definition of attention over a layer of `lengths` tokens, for queries that see `seen` [B, T, S]."""
+    """Return the definition of attention over a layer of `lengths` tokens, for queries that see `seen` [B, T, S]."""
     k, v = reference.decode_vectors(plan, params, state, lengths, inputs.rope, carry)
     return reference.attend(inputs.q_rot, k, v, seen)
 
@@ -76,7 +76,7 @@ class Sequences:
 
     @property
     def x(self) -> np.ndarray:
-        """The layer input from which `layer_weights` make these keys and values."""
+        """Return the layer input from which `layer_weights` make these keys and values."""
         k, v = (np.moveaxis(np.asarray(a, np.float32), 1, 2).reshape(a.shape[0], a.shape[2], -1) for a in (self.k_pre, self.v))
         return np.concatenate([k @ np.linalg.inv(key_map(k.shape[-1])), v], axis=-1, dtype=np.float32).astype(self.v.dtype)
 
@@ -128,7 +128,7 @@ def sequences(batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, 
 
 @functools.cache
 def key_map(width: int) -> np.ndarray:
-    """An invertible matrix whose singular values differ, so that its singular vectors are determined."""
+    """Return an invertible matrix whose singular values differ, so that its singular vectors are determined."""
     rng = np.random.default_rng(7)
     left, right = (np.linalg.qr(rng.normal(size=(width, width)))[0] for _ in range(2))
     return (left * np.linspace(2, 0.5, width)) @ right
@@ -153,7 +153,7 @@ def layer_weights(heads: int, head_dim: int, bias: np.ndarray | None = None) -> 
 def empty(
     spec: str, batch: int = 8, dims: CacheDims = DIMS, capacity: int = CAPACITY, dtype: str = "float32"
 ) -> tuple[LayerPlan, LayerState]:
-    """The last layer of a new cache: in a cross-layer method, one that may build on another."""
+    """Return the last layer of a new cache: in a cross-layer method, one that may build on another."""
     cache = kvq.init_cache(spec, dims, batch, capacity, dtype)
     return cache.plans[-1], cache.layers[-1]
 
@@ -180,7 +180,7 @@ def parameters_of(plan: LayerPlan) -> Any:
 
 
 def boundary_lengths(plan: LayerPlan) -> np.ndarray:
-    """The eight lengths of a ragged batch at which a region starts, fills or ages."""
+    """Return the eight lengths of a ragged batch at which a region starts, fills or ages."""
     r = plan.regions
     return np.array([0, 1, r.block - 1, r.block, r.block + 1, r.sink + r.recent + r.block, r.capacity - 1, r.capacity], np.int32)
 
@@ -218,7 +218,7 @@ def run(
 
 
 def live(plan: LayerPlan, state: LayerState, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """The entries of a state that stand for a token, by name; the others are zeroed."""
+    """Return the entries of a state that stand for a token, by name; the others are zeroed."""
     regions = plan.regions
     found = {}
     for side, (name, codec) in enumerate(zip(plan.names, plan.codecs, strict=True)):

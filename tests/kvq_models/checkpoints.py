@@ -98,7 +98,7 @@ def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def random_llama(config: LlamaConfig, *, seed: int = 0, dtype: Any = jnp.float32) -> Llama:
-    """A model of ours with every weight random; needs no torch."""
+    """Return a model of ours with every weight random; needs no torch."""
     abstract = abstract_llama(config, dtype)
     generator = np.random.default_rng(seed)
     values = {}

@@ -76,7 +76,7 @@ def write_gguf(
 
 
 def byte_level(**fields: Any) -> dict[str, Any]:
-    """A byte-level BPE tokenizer's metadata."""
+    """Return a byte-level BPE tokenizer's metadata."""
     merges = ["t h", "th e", "Ġ the", "1 2"]
     kinds = [3, *[1] * (len(TOKENS) - 1)]
     return {

@@ -90,14 +90,14 @@ def reader_of(format: GroupFormat | None, head_dim: int) -> Reader:
 
 
 def stored_structs(format: GroupFormat | None, batch: int, heads: int, tokens: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of a side as a cache stores them."""
+    """Return the arrays of a side as a cache stores them."""
     if format is None:
         return [jax.ShapeDtypeStruct((batch, heads, tokens, head_dim), jnp.uint16)]
     return [leaf.struct for leaf in jax.tree.leaves(grouped_array.specs(format, batch, heads, tokens))]
 
 
 def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.Array], np.ndarray]:
-    """(stored arrays, the rows they stand for) of rows [B, K, S, H]."""
+    """Return (stored arrays, the rows they stand for) of rows [B, K, S, H]."""
     if format is None:
         half = jnp.asarray(rows, jnp.bfloat16)
         return [jax.lax.bitcast_convert_type(half, jnp.uint16)], np.asarray(half, np.float32)
@@ -108,7 +108,7 @@ def stored_rows(format: GroupFormat | None, rows: np.ndarray) -> tuple[list[jax.
 
 
 def rows_with_neighbours_scales(format: GroupFormat | None, rows: np.ndarray) -> np.ndarray | None:
-    """The rows that the stored arrays would stand for if every group had the scale of another one beside it; None without scales."""
+    """Return the rows that the stored arrays would stand for if every group had the scale of another one beside it; None without scales."""
     if format is None:
         return None
     body = grouped_array.quantize(jnp.asarray(rows, jnp.float32), format)
@@ -117,7 +117,7 @@ def rows_with_neighbours_scales(format: GroupFormat | None, rows: np.ndarray) ->
 
 
 def spoiled(format: GroupFormat | None, arrays: list[jax.Array], limits: tuple[int, ...], garbage: float) -> list[jax.Array]:
-    """The stored arrays with all that no token below a row's limit reads overwritten: codes by ones, floats by `garbage`."""
+    """Return the stored arrays with all that no token below a row's limit reads overwritten: codes by ones, floats by `garbage`."""
     if format is None:
         return [_overwritten(arrays[0], 2, limits, np.asarray(jnp.asarray(garbage, jnp.bfloat16)).view(np.uint16))]
     sets, ones = len(format.layout.sets), (1 << format.code_bits) - 1

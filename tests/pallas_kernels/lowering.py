@@ -24,6 +24,6 @@ def cuda_lowering() -> Iterator[None]:
 
 
 def lower_for_cuda(function: Callable, *args: Any) -> str:
-    """The StableHLO of a function of arrays or ShapeDtypeStructs, kernels included."""
+    """Return the StableHLO of a function of arrays or ShapeDtypeStructs, kernels included."""
     with cuda_lowering():
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -98,7 +98,7 @@ def stored(format: Format, head_dim: int, batch: int, heads: int, tokens: int, s
 
 
 def slots(rng: np.random.Generator, count: int, pool: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(index, residual, ends, the outliers as rows [B, K, S, H]): some pools are full, some empty, some all of a token or head."""
+    """Return (index, residual, ends, the outliers as rows [B, K, S, H]): some pools are full, some empty, some all of a token or head."""
     batch, heads, tokens, channels = shape
     pools, places = tokens // pool, pool * channels
     index, residual = np.zeros((batch, pools, count * pool), np.uint16), np.zeros((batch, pools, count * pool), np.float16)

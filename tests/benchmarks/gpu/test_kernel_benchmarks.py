@@ -152,7 +152,7 @@ def test_tables_hold_the_measured_and_the_papers_numbers(folder: pathlib.Path, r
 
 
 def row_of_table(row: KernelRow) -> dict[str, str]:
-    """The cells of a row in a table of attention, by their headers."""
+    """Return the cells of a row in a table of attention, by their headers."""
     return dict(zip(KERNEL_HEADER, kernel_line(empty(), row), strict=True))
 
 

@@ -75,7 +75,7 @@ def sentences(count: int, seed: int) -> str:
 
 @pytest.fixture
 def small(tmp_path):
-    """A directory with a random tied model, its tokenizer, and a corpus."""
+    """Return a directory with a random tied model, its tokenizer, and a corpus."""
     (tmp_path / "corpus").mkdir()
     documents = [sentences(40, seed) for seed in range(300)]
     (tmp_path / "corpus/toy.txt").write_text("".join(f"{document}\n{END_OF_TEXT}\n" for document in documents))

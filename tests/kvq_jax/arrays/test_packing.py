@@ -18,7 +18,7 @@ HEAD_DIMS = (8, 64, 80, 96, 128, 256)
 
 @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK_COMPILE)
 def round_trips(codes, layouts):
-    """(words, unpacked codes) of each array: one compiled function for all head dims."""
+    """Return (words, unpacked codes) of each array: one compiled function for all head dims."""
     words = [pack(c, layout) for c, layout in zip(codes, layouts, strict=True)]
     return words, [unpack(w, layout) for w, layout in zip(words, layouts, strict=True)]
 

@@ -20,7 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def quantized(x, scheme: str, bits: int, dtype: str):
-    """(codes, scale, zero, decoded) of rows of groups [rows, GROUP], zero written out."""
+    """Return (codes, scale, zero, decoded) of rows of groups [rows, GROUP], zero written out."""
     group = {"asym": uniform.asymmetric, "sym": uniform.symmetric, "hybrid": uniform.hybrid}[scheme](x, bits, 1, jnp.dtype(dtype))
     if group.zero is None:
         implied = -(2**bits - 1) * group.scale.astype(jnp.float32)
@@ -60,7 +60,7 @@ def test_error_is_at_most_half_a_step_inside_the_stored_range(scheme: str, dtype
 
 
 def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The distance from a stored number to the next one, fp64."""
+    """Return the distance from a stored number to the next one, fp64."""
     return np.abs(np.spacing(np.asarray(x).astype(jnp.dtype(dtype))).astype(np.float64))
 
 

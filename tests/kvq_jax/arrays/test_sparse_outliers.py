@@ -18,7 +18,7 @@ BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 6, 8
 
 
 def drawn(share: float) -> tuple[np.ndarray, np.ndarray]:
-    """(residuals, which of them are outliers)."""
+    """Return (residuals, which of them are outliers)."""
     rng = np.random.default_rng(0)
     residual = rng.normal(size=(BATCH, HEADS, TOKENS, HEAD_DIM)).astype(np.float32)
     return residual, rng.uniform(size=residual.shape) < share

@@ -32,7 +32,7 @@ from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 
 def last_step(plan: LayerPlan, state: LayerState, tokens: Sequences, lengths: np.ndarray):
-    """One token decoded on each row of `lengths - 1` tokens: (output, state after, its inputs)."""
+    """Decode one token on each row of `lengths - 1` tokens and return (output, state after, its inputs)."""
     start = np.maximum(lengths - 1, 0).astype(np.int32)
     _, before = run(plan, state, tokens, start, start)
     inputs = tokens.window(start, lengths, 1)
@@ -41,7 +41,7 @@ def last_step(plan: LayerPlan, state: LayerState, tokens: Sequences, lengths: np
 
 
 def expected(plan: LayerPlan, state: LayerState, lengths: np.ndarray, inputs, seen: int = 0, carry: Any = None) -> np.ndarray:
-    """The reference for queries at the last token of each row; `seen` shifts how many tokens they see."""
+    """Return the reference for queries at the last token of each row; `seen` shifts how many tokens they see."""
     carry = sequences().below(plan) if carry is None else carry
     mask = np.arange(plan.regions.capacity)[None, None] < (lengths + seen)[:, None, None]
     return np.asarray(

@@ -40,7 +40,7 @@ def misnamed(one: Any, other: Any, name: AxisName) -> list[str]:
 
 
 def last_plan(case: MethodCase) -> LayerPlan:
-    """The last layer: in a cross-layer method, one that may build on another."""
+    """Return the last layer: in a cross-layer method, one that may build on another."""
     return kvq.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
 
 
@@ -115,7 +115,7 @@ def test_codecs_make_what_they_describe(case: MethodCase):
 
 
 def coded(codec: Codec, params: Any, stats: Any, shape: tuple[int, ...]) -> Any:
-    """The structs of the body that rows of this shape are quantized to."""
+    """Return the structs of the body that rows of this shape are quantized to."""
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.eval_shape(lambda params, stats, rows: codec.quantize(params, stats, rows, prefill=True), params, stats, rows)
 

@@ -37,7 +37,7 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
 
 
 def temporary_bytes(layer_function, spec: str, tokens: int, capacity: int = CAPACITY) -> tuple[int, int]:
-    """(temporary bytes of one compiled call with a donated state, bytes of the layer's cache)."""
+    """Return (temporary bytes of one compiled call with a donated state, bytes of the layer's cache)."""
     cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")
     bias = {"bias": jax.ShapeDtypeStruct((DIMS.num_key_value_heads * DIMS.head_dim,), jnp.bfloat16)}
     calibrated = (

@@ -44,7 +44,7 @@ def test_a_saved_cache_comes_back_bit_for_bit(case: MethodCase, dtype: str, tmp_
 
 
 def random_cache(spec: str) -> kvq.Cache:
-    """A bfloat16 cache of random bits, NaN among them: nothing may be converted on the way."""
+    """Return a bfloat16 cache of random bits, NaN among them: nothing may be converted on the way."""
     rng = np.random.default_rng(0)
 
     def bits(leaf):
@@ -88,7 +88,7 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def rewritten(path: pathlib.Path, tensors: dict | None = None, header: dict | None = None) -> pathlib.Path:
-    """The file with tensors replaced (None: removed) and header fields changed."""
+    """Return the file with tensors replaced (None: removed) and header fields changed."""
     with safe_open(path, framework="numpy") as file:
         held = {name: file.get_tensor(name) for name in file.keys()} | (tensors or {})  # noqa: SIM118  # a safetensors file is no mapping
         fields = file.metadata() | (header or {})

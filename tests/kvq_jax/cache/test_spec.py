@@ -55,7 +55,7 @@ def methods(keys: bool = True) -> st.SearchStrategy[Drawn]:
 
 
 def specs() -> st.SearchStrategy[tuple[Any, ...]]:
-    """The fields of a `CacheSpec`. It is built in the test: the checker of types draws random numbers, which no strategy may."""
+    """Return the fields of a `CacheSpec`. It is built in the test: the checker of types draws random numbers, which no strategy may."""
     tokens = st.integers(0, 200)
     layers = st.sets(st.integers(0, 40)).map(lambda s: tuple(sorted(s)))
     rest = (tokens, tokens, st.integers(1, 128), layers, st.booleans())

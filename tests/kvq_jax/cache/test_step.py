@@ -29,14 +29,14 @@ CAPACITY = 40
 
 
 def given(start: list[int], tokens: int, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(q, k, v; the rest) of T tokens of two sequences, from these positions on."""
+    """Return (q, k, v; the rest) of T tokens of two sequences, from these positions on."""
     first = np.array(start, np.int32)
     own = sequences(2, seed=seed).window(first, first + tokens, tokens)
     return dict(q=own.q_rot, k=own.k_rot, v=own.v), dict(q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, rope=own.rope)
 
 
 def through(cache: kvq.Cache, start: list[int], tokens: int, lengths: list[int] | None = None, *, prefill: bool = False, **options: Any):
-    """(attention of both layers, the step, the cache) after one step."""
+    """Return (attention of both layers, the step, the cache) after one step."""
     step = kvq.begin(cache, tokens, None if lengths is None else jnp.asarray(lengths), prefill=prefill, **options)
     found = []
     for seed in range(2):

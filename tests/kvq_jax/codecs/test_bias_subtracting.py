@@ -36,7 +36,7 @@ def constant() -> np.ndarray:
 
 
 def with_constant(tokens: Sequences, added: np.ndarray) -> Sequences:
-    """The sequences of a model whose key bias is larger by `added`."""
+    """Return the sequences of a model whose key bias is larger by `added`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.v.shape[2], dtype=jnp.int32), tokens.v.shape[::2])
     everywhere = jnp.broadcast_to(jnp.asarray(added)[None, :, None], tokens.v.shape)
     k_rot = tokens.k_rot + np.asarray(rotate(everywhere, positions, tokens.rope))
@@ -44,13 +44,13 @@ def with_constant(tokens: Sequences, added: np.ndarray) -> Sequences:
 
 
 def yarn(tokens: Sequences) -> Sequences:
-    """The same keys before RoPE in a model with an attention factor."""
+    """Return the same keys before RoPE in a model with an attention factor."""
     rope = dataclasses.replace(tokens.rope, attention_factor=jnp.asarray(1.25, jnp.float32))
     return dataclasses.replace(tokens, k_rot=tokens.k_rot * np.float32(1.25), rope=rope)
 
 
 def coded(spec: str, tokens: Sequences, added: np.ndarray):
-    """(the key codec, its parameters, statistics and body, queries, positions) for the first tokens; `added` is part of the keys."""
+    """Return (the key codec, its parameters, statistics and body, queries, positions) for the first tokens; `added` is part of the keys."""
     codec = empty(spec, batch=2)[0].k
     params = codec.from_weights(layer_weights(HEADS, WIDTH, key_bias(HEADS * WIDTH) + added.ravel()))
     length = np.full(2, TOKENS, np.int32)

@@ -40,7 +40,7 @@ def body_of(format: GroupFormat, seed: int = 0) -> GroupedArray:
 
 
 def decoded_by_definition(body: GroupedArray) -> np.ndarray:
-    """code * scale + zero, one group at a time."""
+    """Return code * scale + zero, one group at a time."""
     format, codes = body.format, np.asarray(grouped_array.codes(body)).astype(np.float32)
     scale, zero = np.asarray(body.scale).astype(np.float32), np.asarray(grouped_array.zeros(body))
     found = np.empty_like(codes)
@@ -59,7 +59,7 @@ def relative_error(found, expected) -> float:
 
 
 def reads(format: GroupFormat, body: GroupedArray, rope: Rope | None = None) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
-    """(scores, weighted values, queries, weights) of a codec whose body is `body`."""
+    """Return (scores, weighted values, queries, weights) of a codec whose body is `body`."""
     draw = np.random.default_rng(1)
     q = draw.normal(size=(BATCH, HEADS, ROWS, format.channels)).astype(np.float32)
     p = draw.uniform(size=(BATCH, HEADS, ROWS, TOKENS)).astype(np.float32)

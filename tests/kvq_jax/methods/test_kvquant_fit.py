@@ -34,7 +34,7 @@ def numbers(kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def distortion(y: np.ndarray, weights: np.ndarray | None, levels: np.ndarray) -> float:
-    """sum_i w_i (y_i - nearest level)^2."""
+    """Return sum_i w_i (y_i - nearest level)^2."""
     error = np.square(y.astype(np.float64) - levels[nearest(y, levels)])
     return float(error.sum() if weights is None else (weights * error).sum())
 

@@ -33,7 +33,7 @@ def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp
 
 
 def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np.ndarray]:
-    """(rows as the body returns them, how many outliers of each pool had no slot)."""
+    """Return (rows as the body returns them, how many outliers of each pool had no slot)."""
     data = golden("kvquant_nuq")
     lower, upper = (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])  # of all tokens, not of the slice
     params = parameters(bits, lower, upper)

@@ -13,7 +13,7 @@ from tests.methods_table import MethodCase, cases
 
 
 def exact_attention(tokens: Sequences, at: int) -> np.ndarray:
-    """softmax(q k^T / sqrt(H)) v in float64 over tokens 0 .. at, for the query at `at`: [B, N, H]."""
+    """Return softmax(q k^T / sqrt(H)) v in float64 over tokens 0 .. at, for the query at `at`: [B, N, H]."""
     b, n, _, h = tokens.q.shape
     k, v = (a[:, :, : at + 1].astype(np.float64) for a in (tokens.k_rot, tokens.v))
     q = tokens.q[:, :, at].astype(np.float64).reshape(b, k.shape[1], -1, h)

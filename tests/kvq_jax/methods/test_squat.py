@@ -45,7 +45,7 @@ class TestCorrections:
 
     @staticmethod
     def problem(channels: int, rank: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(S^2 [r], V^T [H, r], Q^ [r, H])."""
+        """Return (S^2 [r], V^T [H, r], Q^ [r, H])."""
         _, s, v = np.linalg.svd(np.random.default_rng(channels).normal(size=(20, channels)), full_matrices=False)
         return s[:rank] ** 2, v[:rank].T, s[:rank, None] * v[:rank]
 

@@ -40,14 +40,14 @@ def quantized(rows: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
 
 
 def svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(U, S B^T). Groups of latents depend on the signs of U's columns: the largest entry of each is positive."""
+    """Return (U, S B^T). Groups of latents depend on the signs of U's columns: the largest entry of each is positive."""
     u, s, bt = np.linalg.svd(matrix, full_matrices=False)
     signs = np.where(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0) < 0, -1, 1)
     return u * signs, (s * signs[0])[:, None] * bt
 
 
 def plain_xquant(x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, group: int, latent: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(K before RoPE, V) of one layer; x [T, D]."""
+    """Return (K before RoPE, V) of one layer; x [T, D]."""
     if not latent:
         return (hat := quantized(x, bits, group, 1)) @ wk, hat @ wv
     (uk, mk), (uv, mv) = svd(wk), svd(wv)
@@ -57,7 +57,7 @@ def plain_xquant(x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, group
 def plain_cross_layer(
     x: np.ndarray, wk: np.ndarray, wv: np.ndarray, bits: int, base: int, base_bits: int, group: int, latent: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(K before RoPE, V) of every layer from the base on; x [L, T, D]."""
+    """Return (K before RoPE, V) of every layer from the base on; x [L, T, D]."""
     hat, found = quantized(x[base], base_bits, group, 1), []
     for i in range(base, len(x)):
         if i > base:
@@ -72,7 +72,7 @@ def plain_cross_layer(
 
 @functools.cache
 def layers() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(x [L, T, D] whose successive layers are near each other, W_k, W_v [L, D, K H])."""
+    """Return (x [L, T, D] whose successive layers are near each other, W_k, W_v [L, D, K H])."""
     rng = np.random.default_rng(0)
     x = np.cumsum(rng.normal(size=(LAYERS, TOKENS, DIMS.hidden_size)) * np.array([3, 1, 0.5, 0.5])[:, None, None], axis=0)
     wk, wv = (0.2 * rng.normal(size=(LAYERS, DIMS.hidden_size, 16)) for _ in range(2))
@@ -216,7 +216,7 @@ CARRIED = "xquant_cl:base_layer=1,group_size=16,latent={},sink=2,recent=3,block=
 
 
 def flow(spec: str, prompt: int, stop: int, capacity: int = 90):
-    """Three layers of one cache, each with its own tokens, prefilled and decoded: the state of every layer."""
+    """Prefill and decode three layers of one cache, each with its own tokens, and return the state of every layer."""
     dims = CacheDims(3, 4, 2, 32, 128)
     cache = kvq.init_cache(spec, dims, 2, capacity, "float32")
     tokens = [sequences(2, dims, seed=30 + i) for i in range(3)]

@@ -74,7 +74,7 @@ def test_the_papers_size_of_shared_heads_leaves_the_wide_base_out(bits: int, pap
 
 
 def decode_temporaries(spec: str, layer: int, dims: CacheDims, capacity: int) -> tuple[int, int, int]:
-    """(temporary bytes of a compiled decode step of one layer, bytes of its cache, bytes of dense K and V)."""
+    """Return (temporary bytes of a compiled decode step of one layer, bytes of its cache, bytes of dense K and V)."""
     cache = kvq.layout(spec, dims, 1, capacity, "float32")
     plan = cache.plans[layer]
     width, kv = dims.hidden_size, dims.num_key_value_heads * dims.head_dim

@@ -29,7 +29,7 @@ def config(sizes) -> LlamaConfig:
 
 
 def equation(group: int, **more) -> LayerCost:
-    """The paper's, at 2 bits: (3) for a group of one query head, (4) for more."""
+    """Return the paper's equation at 2 bits: (3) for a group of one query head, (4) for more."""
     return paper_cost(D, D // group, 2, latent=group > 1, **more)
 
 

@@ -41,7 +41,7 @@ def recorded(llama, window) -> tuple[float, dict[tuple[int, str, str], np.ndarra
 def exact(
     llama, window, perturbations: dict[tuple[int, str], jax.Array] | None = None
 ) -> tuple[jax.Array, dict[tuple[int, str], jax.Array]]:
-    """(sum of the losses, rows [T, K, H]) of a plain forward pass, with something added to the keys or values of some layers."""
+    """Return (sum of the losses, rows [T, K, H]) of a plain forward pass, with something added to the keys or values of some layers."""
     tokens = jnp.asarray(window)[None]
     length = tokens.shape[1] - 1
     positions, valid, rope = jnp.arange(length)[None], jnp.ones((1, length), bool), rope_for(llama.config, length)
@@ -189,7 +189,7 @@ def saved(calibration, directory) -> str:
 
 @pytest.fixture
 def expected(work, tmp_path):
-    """The hash of the file that a run without interruptions makes."""
+    """Return the hash of the file that a run without interruptions makes."""
     return saved(run(work), tmp_path)
 
 

@@ -39,7 +39,7 @@ def test_a_file_serves_caches_that_differ_in_windows_skipped_layers_or_the_other
 
 
 def changed(path, change):
-    """The file with its tensors and header changed."""
+    """Return the file with its tensors and header changed."""
     tensors = load_file(path)
     with path.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))["__metadata__"]

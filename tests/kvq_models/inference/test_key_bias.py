@@ -19,7 +19,7 @@ jitted_forward = jax.jit(forward)
 
 @functools.cache
 def stressed_qwen2(bias: float):
-    """A Qwen2 of one layer whose dense outputs do not depend on `bias`."""
+    """Return a Qwen2 of one layer whose dense outputs do not depend on `bias`."""
     config = tiny_config("qwen2", num_attention_heads=8, head_dim=16, num_hidden_layers=1)
     return stressed(random_llama(config), Stress(key_bias=bias))
 

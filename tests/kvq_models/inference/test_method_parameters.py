@@ -32,7 +32,7 @@ def empty(spec: str) -> kvq.Cache:
 
 
 def prepared(spec: str, work, of: str | None = None) -> Llama:
-    """The model prepared for a spec, with what was calibrated for the spec `of`."""
+    """Return the model prepared for a spec, with what was calibrated for the spec `of`."""
     calibration = calibration_runs.run(work, of or spec) if spec.startswith("kvquant") else None
     return prepare(model("qwen2") if "subtract_bias" in (of or spec) else model(), spec, calibration)
 

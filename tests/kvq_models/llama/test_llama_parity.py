@@ -32,7 +32,7 @@ jitted_forward = jax.jit(forward)
 
 
 def _undone(llama: Llama, suffix: str) -> Llama:
-    """The model as a loader would leave it that forgets one vector: bias at zero, norm at one."""
+    """Return the model as a loader would leave it that forgets one vector: bias at zero, norm at one."""
     value = 0.0 if suffix.endswith("bias") else 1.0
     vectors = {path: weight.leaf for path, weight in hf_names.weights(llama).items() if path.endswith(suffix)}
     return hf_names.replace_weights(llama, {path: jnp.full_like(leaf, value) for path, leaf in vectors.items()})

@@ -207,7 +207,7 @@ def test_methods_lists_every_method_with_its_declared_options(run, run_json):
 
 
 def save_qwen2(directory, peak):
-    """A two-layer Qwen2 whose first layer's key bias has one channel of `peak`."""
+    """Return a two-layer Qwen2 whose first layer's key bias has one channel of `peak`."""
     save_llama(random_llama(tiny_config("qwen2")), directory)
     tensors = load_file(directory / "model.safetensors")
     tensors[doctor.BIAS_NAME.format(0)][3] = peak

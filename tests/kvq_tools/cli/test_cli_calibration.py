@@ -22,7 +22,7 @@ SIZES = ("--samples", 2, "--length", 32, "--dtype", "float32")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory with a random one-layer model, a tokenizer and a text."""
+    """Return a directory with a random one-layer model, a tokenizer and a text."""
     directory = tmp_path_factory.mktemp("model")
     save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64)), directory)
     save_tokenizer(train_tokenizer([PROMPT] * 3, 300), directory, 256)

@@ -17,7 +17,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory with two random layers of a head dim that kernels serve, without a tokenizer."""
+    """Return a directory with two random layers of a head dim that kernels serve, without a tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     save_llama(random_llama(tiny_config(head_dim=64, max_position_embeddings=256)), directory)
     return directory
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def launched(monkeypatch) -> list[Launch]:
-    """The launches of kernels that read caches, on what seems to be a GPU."""
+    """Return the launches of kernels that read caches, on what seems to be a GPU."""
     jax.clear_caches()  # layers that were traced before would launch nothing
     found, attention = [], fused.decode_attention
     monkeypatch.setattr(dispatch, "no_device", lambda: None)

@@ -25,7 +25,7 @@ SIZES = ("--window", WINDOW, "--stride", STRIDE)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory with a random one-layer model, a tokenizer and the text."""
+    """Return a directory with a random one-layer model, a tokenizer and the text."""
     directory = tmp_path_factory.mktemp("model")
     save_llama(random_llama(tiny_config(vocab_size=280, num_hidden_layers=1, head_dim=16)), directory)
     return with_text(directory)

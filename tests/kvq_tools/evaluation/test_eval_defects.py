@@ -51,7 +51,7 @@ class OneBlockLate(Regions):
 
 
 def remade(kind, base):
-    """The same dataclass with other behaviour; its class is part of what programs are compiled for."""
+    """Return the same dataclass with other behaviour; its class is part of what programs are compiled for."""
     return kind(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
 

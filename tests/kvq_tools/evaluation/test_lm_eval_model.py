@@ -91,7 +91,7 @@ def task_folder(tmp_path, paragraphs, offline):
 
 
 def evaluated(lm, folder, *tasks):
-    """(results, {task: what the model answered, in the order of the rows})."""
+    """Return (results, {task: what the model answered, in the order of the rows})."""
     import lm_eval
 
     found = lm_eval.simple_evaluate(
@@ -114,7 +114,7 @@ def instances(*arguments):
 
 
 def exact(lm, context, continuation):
-    """(log-probability, greedy) of a continuation by a plain forward pass, padded to one shape."""
+    """Return (log-probability, greedy) of a continuation by a plain forward pass, padded to one shape."""
     row = np.zeros((1, 256), np.int32)
     row[0, : len(context + continuation)] = context + continuation
     logits = np.asarray(jax.jit(forward)(lm.llama, jnp.asarray(row))[0], np.float64)

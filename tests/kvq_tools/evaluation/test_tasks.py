@@ -211,7 +211,7 @@ def test_an_empty_prompt_is_refused_and_an_empty_text_hides_nothing():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A directory with a random one-layer model and a tokenizer."""
+    """Return a directory with a random one-layer model and a tokenizer."""
     directory = tmp_path_factory.mktemp("tiny")
     save_llama(random_llama(tiny_config(vocab_size=300, num_hidden_layers=1, max_position_embeddings=256)), directory)
     save_tokenizer(train_tokenizer(["one two three four"] * 3, 300), directory, 256)

@@ -40,7 +40,7 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A report of the embedded model, as the command writes it."""
+    """Return a report of the embedded model, as the command writes it."""
     out = tmp_path_factory.mktemp("report")
     (out / "text.txt").write_text(TEXT)
     caches = [part for cache in CACHES for part in ("--cache", cache)]
@@ -105,7 +105,7 @@ def hand_rows(llama, ids):
 
 
 def by_hand_int4(rows):
-    """(mean error of each channel, relative error): 16 levels between a token's smallest and largest entry, whatever its head."""
+    """Return (mean error of each channel, relative error): 16 levels between a token's smallest and largest entry, whatever its head."""
     flat = rows.reshape(len(rows), -1)
     low = flat.min(1, keepdims=True)
     scale, zero = (a.astype(np.float16).astype(float) for a in ((flat.max(1, keepdims=True) - low) / 15, low))

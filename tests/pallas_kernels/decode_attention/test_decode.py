@@ -56,7 +56,7 @@ def stored(case: KernelCase, lengths: Lengths) -> tuple[list[jax.Array], list[ja
 
 
 def reference(q: jax.Array, k: np.ndarray, v: np.ndarray, limits: tuple[int, ...]) -> np.ndarray:
-    """softmax(q k^T / sqrt(H)) v over the first limits[b] tokens; zeros where there are none."""
+    """Return softmax(q k^T / sqrt(H)) v over the first limits[b] tokens; zeros where there are none."""
     scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q, np.float64), k) * k.shape[-1] ** -0.5
     seen = np.arange(k.shape[2]) < np.asarray(limits)[:, None, None, None]
     weights = np.where(seen, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)

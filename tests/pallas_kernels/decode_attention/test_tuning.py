@@ -56,7 +56,7 @@ def test_no_step_holds_two_groups_of_64_tokens(size, tile):
 
 
 def busy(tuning: Tuning, programs: int, tokens: int, splits: int) -> float:
-    """The share of a device's places for programs that read tiles, until all tiles are read."""
+    """Return the share of a device's places for programs that read tiles, until all tiles are read."""
     assert tuning.cores is not None
     places, tiles = tuning.cores * tuning.resident, tokens // tuning.tile
     rounds = -(-programs * splits // places)

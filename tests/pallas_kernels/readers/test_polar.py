@@ -89,7 +89,7 @@ def rows(head_dim: int, seed: int) -> np.ndarray:
 
 
 def stored_keys(format: PolarFormat, keys: np.ndarray, *, moved: int = 0) -> tuple[list[jax.Array], np.ndarray]:
-    """(stored arrays, the rows that they stand for). moved: the rows are those of the steps of radii so many groups further."""
+    """Return (stored arrays, the rows that they stand for). moved: the rows are those of the steps of radii so many groups further."""
     leaves = polar_array.specs(format, 1, 1, format.block)
     body = jax.tree.map(lambda leaf, array: leaf.store(array), leaves, polar_array.quantize(jnp.asarray(keys), format))
     meant = load_body(leaves, body)
@@ -99,7 +99,7 @@ def stored_keys(format: PolarFormat, keys: np.ndarray, *, moved: int = 0) -> tup
 
 
 def spoiled_keys(format: PolarFormat, arrays: list[jax.Array], limits: tuple[int, ...], garbage: float) -> list[jax.Array]:
-    """The stored arrays with all that no token below a row's limit reads overwritten: codes by ones, floats by `garbage`."""
+    """Return the stored arrays with all that no token below a row's limit reads overwritten: codes by ones, floats by `garbage`."""
     sets = len(format.layout.sets)
     codes = np.array(unpack(tuple(arrays[:sets]), format.layout))
     scales = [np.array(array) for array in arrays[sets:]]

@@ -23,13 +23,13 @@ def fields(p: PlaneLayout) -> list[Field]:
 
 
 def tile(seed: int) -> np.ndarray:
-    """Every word, in some order, beside some other one in its 32-bit register: [4096, 32]."""
+    """Return every word, in some order, beside some other one in its 32-bit register: [4096, 32]."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(65536) for _ in range(2)], axis=-1).astype(np.uint16).reshape(4096, 32)
 
 
 def swapped(pairs: np.ndarray) -> np.ndarray:
-    """The two halves of every register exchanged."""
+    """Return the two halves of every register exchanged."""
     return pairs.reshape(-1, 2)[:, ::-1].reshape(pairs.shape)
 
 

@@ -79,7 +79,7 @@ def arrays(case: Case, seed: int = 0) -> list[np.ndarray]:
 
 
 def rows(case: Case, stored: list[np.ndarray]) -> np.ndarray:
-    """The vectors [B, K, S, H] that stored arrays stand for, in float64."""
+    """Return the vectors [B, K, S, H] that stored arrays stand for, in float64."""
     reader = case.reader
     sets = len(reader.layout.sets)
     layout = reader.layout
