@@ -3,8 +3,20 @@
     key outliers     both channels of a RoPE pair of W_k (and its bias) times F, the same channels of W_q (and its bias) over F, for all
                      query heads of the group. A rotation acts inside a pair, so q . k stays: exact. With QK-norm the factors go into the
                      weights of the norms, which all heads share.
+                     With one_dimension each such pair is also turned, in W_k and W_q alike, until most of its keys lie in one channel.
     value outliers   channels of W_v (and its bias) times F, the rows of W_o that read them over F: exact.
+    input outliers   channels of a layer's input times F in the norm's weight, the rows of W_q, W_k and W_v that read them over F: exact.
     key bias         a large constant in k_proj.bias, in heads of twice the width: exact, but for W_q times sqrt(2), which is rounded.
+
+Which caches this can hurt. A code sees an outlier only where it shares a scale with other entries. Where groups lie within a channel or a
+RoPE pair, a factor comes out of the group as a factor of its scale, and the codes stay, all of them if the factor is a power of two and all
+but rounding ties otherwise: key outliers cannot touch KIVI's keys or PolarQuant's pairs, value outliers not InnerQ's values. Nothing but
+input outliers changes the input of a layer, which XQuant stores (its latents also follow key and value outliers, because the SVD does).
+
+Why no single channel of a pair. Keys are rotated by all angles before they meet the queries, so what is done to a pair of the keys must
+commute with every rotation, or its inverse on the queries does not undo it: a factor and a turn, and nothing else. The turn is as far
+towards outliers in one of the two channels, PolarQuant's premise, as the same outputs allow. Nor can single tokens have outliers where
+queries read: no query may see a difference, so the scores of that token would have to stay.
 
 Why wider heads. A constant c in one RoPE pair of the keys adds q^T R_(s-t) c to the score of token s for the query at t. Rotations by
 different frequencies are linearly independent functions of s, so no other pair can take that away: the outputs stay the same only where q
@@ -45,7 +57,10 @@ Factors = np.ndarray  # [K, H] float32
 
 @dataclasses.dataclass(frozen=True)
 class Outliers:
-    """Outliers of each KV head: the number of RoPE pairs of keys or channels of values, and their factor."""
+    """Outliers of each KV head, or of a layer's input: the number of RoPE pairs of keys or of channels, and their factor.
+
+    A power of two leaves every code as it is where a group has one channel; other factors leave all but rounding ties.
+    """
 
     channels: int
     factor: int | float
@@ -54,12 +69,14 @@ class Outliers:
 @dataclasses.dataclass(frozen=True)
 class Stress:
     """The changes to a model. key_bias is the magnitude of the constant; 0 only widens the heads, which is the control for the others. The
-    seed draws channels and signs; each kind has draws of its own."""
+    seed draws channels and signs; each kind has draws of its own. one_dimension turns the pairs of the key outliers."""
 
     key_outliers: Outliers | None = None
     value_outliers: Outliers | None = None
     key_bias: float | None = None
     seed: int = 0
+    input_outliers: Outliers | None = None
+    one_dimension: bool = False
 
 
 def stressed(llama: Llama, stress: Stress) -> Llama:
@@ -75,10 +92,15 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
     weights = dict(given)
     if stress.key_outliers is not None:
         for layer, factors in zip(layers, _key_factors(config, stress.key_outliers, stress.seed), strict=True):
+            if stress.one_dimension:
+                _turn_pairs(weights, f"layers.{layer}", factors != 1, config)
             _scale_keys(weights, f"layers.{layer}", factors, config)
     if stress.value_outliers is not None:
         for layer, factors in zip(layers, _value_factors(config, stress.value_outliers, stress.seed), strict=True):
             _scale_values(weights, f"layers.{layer}", factors, config)
+    if stress.input_outliers is not None:
+        for layer, factors in zip(layers, _input_factors(config, stress.input_outliers, stress.seed), strict=True):
+            _scale_inputs(weights, f"layers.{layer}", factors)
     if stress.key_bias is not None:
         for layer, constants in zip(layers, _constants(config, stress.key_bias, stress.seed), strict=True):
             _widen(weights, f"layers.{layer}", constants, config)
@@ -89,18 +111,27 @@ def stressed(llama: Llama, stress: Stress) -> Llama:
 
 def check(config: LlamaConfig, stress: Stress) -> None:
     """Raise ValueError, in one line, where the model cannot have what is asked for, or nothing is asked for."""
-    if stress.key_outliers is stress.value_outliers is stress.key_bias is None:
-        raise ValueError("nothing to do: ask for key outliers, value outliers or a key bias")
+    if stress.key_outliers is stress.value_outliers is stress.input_outliers is stress.key_bias is None:
+        raise ValueError("nothing to do: ask for key outliers, value outliers, input outliers or a key bias")
     pairs = config.head_dim // 2
-    for name, outliers, most, what in (
-        ("key", stress.key_outliers, pairs, "RoPE pairs"),
-        ("value", stress.value_outliers, config.head_dim, "channels"),
+    for name, outliers, most, places in (
+        ("key", stress.key_outliers, pairs, "RoPE pairs of a head"),
+        ("value", stress.value_outliers, config.head_dim, "channels of a head"),
+        ("input", stress.input_outliers, config.hidden_size, "channels of a layer's input"),
     ):
         if outliers is not None and not 1 <= outliers.channels <= most:
-            raise ValueError(f"{name} outliers in {outliers.channels} {what} of a head: between 1 and {most} are possible")
+            raise ValueError(f"{name} outliers in {outliers.channels} {places}: between 1 and {most} are possible")
         if outliers is not None and not FACTORS[0] <= outliers.factor <= FACTORS[1]:
             least, largest = FACTORS
             raise ValueError(f"{name} outliers need a factor above 0, from {least:.1e} to {largest:.1e}, got {outliers.factor}")
+    if stress.one_dimension and stress.key_outliers is None:
+        raise ValueError("one dimension of which pairs? ask for key outliers too")
+    if stress.one_dimension and stress.key_outliers is not None and stress.key_outliers.factor == 1:
+        raise ValueError("one dimension of a pair needs key outliers with a factor other than 1")
+    if stress.one_dimension and config.qk_norm:
+        raise ValueError(
+            f"model_type={config.model_type!r} weighs the two channels of a pair differently (QK-norm), so no pair can be turned"
+        )
     if stress.seed < 0:
         raise ValueError(f"a seed must be at least 0, got {stress.seed}")
     if stress.key_bias is None:
@@ -147,6 +178,11 @@ def _value_factors(config: LlamaConfig, outliers: Outliers, seed: int) -> list[F
     return [_drawn(rng, config.num_key_value_heads, config.head_dim, outliers) for _ in range(config.num_hidden_layers)]
 
 
+def _input_factors(config: LlamaConfig, outliers: Outliers, seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng([seed, 3])
+    return [_drawn(rng, 1, config.hidden_size, outliers)[0] for _ in range(config.num_hidden_layers)]
+
+
 def _drawn(rng: np.random.Generator, heads: int, width: int, outliers: Outliers) -> np.ndarray:
     """Draw [heads, width], the factor in as many places of each head as there are outliers, 1 elsewhere."""
     factors = np.ones((heads, width), np.float32)
@@ -176,6 +212,31 @@ def _scale_keys(weights: Weights, layer: str, factors: Factors, config: LlamaCon
     for name in ("kernel", "bias"):
         _multiply(weights, f"{layer}.k_proj.{name}", factors.ravel())
         _multiply(weights, f"{layer}.q_proj.{name}", 1 / _for_queries(factors, config).ravel())
+
+
+def _turn_pairs(weights: Weights, layer: str, chosen: np.ndarray, config: LlamaConfig) -> None:
+    """Turn the chosen [K, H] pairs of keys and queries by one angle each, so that the larger axis of the keys is the first channel.
+
+    The axes are those of the second moments that an input of independent channels of the norm's weights would give the keys.
+    """
+    kernel, norm = (np.asarray(weights[f"{layer}.{name}"], np.float64) for name in ("k_proj.kernel", "input_norm.scale"))
+    bias = np.asarray(weights[f"{layer}.k_proj.bias"], np.float64)[None] if f"{layer}.k_proj.bias" in weights else kernel[:0]
+    maps = np.concatenate([kernel * norm[:, None], bias]).reshape(-1, *chosen.shape)
+    first, second = np.split(maps, 2, axis=-1)
+    angles = 0.5 * np.arctan2(2 * (first * second).sum(0), (first**2 - second**2).sum(0)) * np.split(chosen, 2, axis=-1)[0]  # [K, H/2]
+    for name, by in (("k_proj", angles), ("q_proj", _for_queries(angles, config))):
+        for path in (f"{layer}.{name}.kernel", f"{layer}.{name}.bias"):
+            if path in weights:
+                leaf = weights[path]
+                one, other = np.split(np.asarray(leaf, np.float64).reshape(*leaf.shape[:-1], by.shape[0], -1), 2, axis=-1)
+                turned = np.concatenate([one * np.cos(by) + other * np.sin(by), other * np.cos(by) - one * np.sin(by)], axis=-1)
+                weights[path] = jnp.asarray(turned.reshape(leaf.shape), leaf.dtype)
+
+
+def _scale_inputs(weights: Weights, layer: str, factors: np.ndarray) -> None:
+    _multiply(weights, f"{layer}.input_norm.scale", factors)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        _multiply(weights, f"{layer}.{name}.kernel", 1 / factors[:, None])
 
 
 def _scale_values(weights: Weights, layer: str, factors: Factors, config: LlamaConfig) -> None:

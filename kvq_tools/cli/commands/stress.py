@@ -26,10 +26,14 @@ Writes a Hugging Face checkpoint that computes what MODEL computes with a full-p
 quantize: what large models have and small ones lack. Compare `kvq` commands on MODEL and on DIR: whatever differs is the
 cache's doing.
 
-  --key-outliers 4x16    in every layer and KV head, 4 RoPE pairs of the keys are 16 times as large, and the same pairs of
-                         the queries 16 times smaller. Exact: a rotation acts inside a pair. With QK-norm (Qwen3) the
+  --key-outliers 4x12    in every layer and KV head, 4 RoPE pairs of the keys are 12 times as large, and the same pairs of
+                         the queries 12 times smaller. Exact: a rotation acts inside a pair. With QK-norm (Qwen3) the
                          factors go into the norms' weights, so all heads have the same pairs.
-  --value-outliers 4x16  4 channels of the values are 16 times as large, and the rows of o_proj that read them smaller. Exact.
+  --one-dimension        those pairs are also turned until most of their keys, as the weights tell, lie in one of the two
+                         channels. Exact. More than a factor and a turn no pair can have: rotations by all positions come between.
+  --value-outliers 4x12  4 channels of the values are 12 times as large, and the rows of o_proj that read them smaller. Exact.
+  --input-outliers 4x12  4 channels of each layer's input are 12 times as large, and the rows of the projections that read them
+                         smaller. Exact. Keys and values stay as they are: only caches of the input (xquant) can be hurt.
   --key-bias 100         k_proj.bias holds +-100 in some RoPE pairs, after the large key biases of Qwen2.5. Scores see a constant
                          wherever the queries are not zero, and they are zero in no pair of a trained head; so heads become
                          twice as wide: the old channels keep their frequencies and stand between new ones. Exact but for one
@@ -38,13 +42,15 @@ cache's doing.
                          QK-norm is refused. --key-bias 0 only widens the heads: compare with that one, not with MODEL.
                          The remedy is a cache with subtract_bias=true.
 
-They can be combined. The checkpoint keeps MODEL's dtype where that loses nothing (bf16: factors that are powers of two),
-otherwise it is written in float32: then run it with --dtype float32. At the end both models are run on {PROBE_TOKENS} random tokens
-with exact attention, and the largest difference of a logit is printed: float32 rounding, in sums of another order."""
+They can be combined. Outliers hurt a cache whose scales serve other entries beside them; a scale of one channel or one pair takes the
+factor up and leaves the codes, to the last bit where it is a power of two (docs/evaluation.md). The checkpoint keeps MODEL's dtype
+where that loses nothing (bf16: factors that are powers of two), otherwise it is written in float32: then run it
+with --dtype float32. At the end both models are run on {PROBE_TOKENS} random tokens with exact attention, and the largest difference of a
+logit is printed: float32 rounding, in sums of another order."""
 
 EPILOG = f"""\
 examples:
-  kvq stress embedded --out hard --key-outliers 2x16 --value-outliers 2x16
+  kvq stress embedded --out hard --key-outliers 2x12 --value-outliers 2x12
   kvq stress embedded --out biased --key-bias 100 --seed 1
   kvq eval hard --text notes.txt --cache int4 --cache kivi:bits=4      (and the same of embedded)
 
@@ -58,19 +64,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="RoPE pairs of each KV head, and their factor")
     parser.add_argument("--key-bias", metavar="X", type=float, help="magnitude of the constant")
     parser.add_argument("--value-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="channels of each KV head, and their factor")
+    parser.add_argument(
+        "--input-outliers", metavar="CHANNELSxFACTOR", type=outliers, help="channels of each layer's input, and their factor"
+    )
+    parser.add_argument("--one-dimension", action="store_true", help="turn the pairs of --key-outliers towards one of their two channels")
     parser.add_argument("--seed", type=inputs.seed, default=0, help="draws channels and signs (default: 0)")
 
 
 def outliers(text: str) -> Outliers:
-    """Parse --key-outliers and --value-outliers, such as 4x16."""
+    """Parse the value of --key-outliers, --value-outliers and --input-outliers, such as 4x12."""
     match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not CHANNELSxFACTOR; write 4x16 for 4 channels 16 times as large")
+        raise argparse.ArgumentTypeError(f"{text!r} is not CHANNELSxFACTOR; write 4x12 for 4 channels 12 times as large")
     return Outliers(int(match[1]), float(match[2]))
 
 
 def run(options: argparse.Namespace) -> None:
-    stress, out = Stress(options.key_outliers, options.value_outliers, options.key_bias, options.seed), Path(options.out)
+    out, asked = Path(options.out), (options.key_outliers, options.value_outliers, options.key_bias, options.seed)
+    stress = Stress(*asked, options.input_outliers, options.one_dimension)
     config = inputs.read_config(options.model)
     with input_errors():
         check(config, stress)
@@ -129,6 +140,8 @@ def report(options: argparse.Namespace, llama: Llama) -> dict[str, Any]:
         "dtype": llama.embed[...].dtype.name,
         "key_outliers": asked(options.key_outliers),
         "value_outliers": asked(options.value_outliers),
+        "input_outliers": asked(options.input_outliers),
+        "one_dimension": options.one_dimension,
         "key_bias": options.key_bias,
         "seed": options.seed,
     }
@@ -136,8 +149,12 @@ def report(options: argparse.Namespace, llama: Llama) -> dict[str, Any]:
 
 def _line(done: dict[str, Any]) -> str:
     parts = [
-        f"{kind['channels']} {what} per KV head times {kind['factor']:g}"
-        for kind, what in ((done["key_outliers"], "RoPE pairs of keys"), (done["value_outliers"], "channels of values"))
+        f"{kind['channels']} {places} times {kind['factor']:g}"
+        for kind, places in (
+            (done["key_outliers"], "RoPE pairs of keys per KV head" + (", turned towards one channel," if done["one_dimension"] else "")),
+            (done["value_outliers"], "channels of values per KV head"),
+            (done["input_outliers"], "channels of each layer's input"),
+        )
         if kind is not None
     ]
     if done["key_bias"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import kvq_jax as kvq
-from kvq_models import EMBEDDED, load_llama, prefill, save_llama, score
+from kvq_models import EMBEDDED, load_llama, prefill, prepare, save_llama, score
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import forward
 from kvq_models.llama.rope import rope_for
@@ -31,22 +32,26 @@ KINDS = {
     "keys": Stress(key_outliers=Outliers(2, 12.0)),
     "values": Stress(value_outliers=Outliers(2, 12.0)),
     "bias": Stress(key_bias=50.0),
-    "all": Stress(Outliers(3, 6.0), Outliers(1, 6.0), 50.0, seed=3),
+    "turned keys": Stress(key_outliers=Outliers(2, 12.0), one_dimension=True),
+    "inputs": Stress(input_outliers=Outliers(5, 12.0)),
+    "all": Stress(Outliers(3, 6.0), Outliers(1, 6.0), 50.0, seed=3, input_outliers=Outliers(2, 6.0), one_dimension=True),
 }
+
+CHANGES = [(f, k) for f in FAMILIES for k in KINDS if not (f.startswith("qwen3") and k in ("bias", "turned keys"))]
 
 jitted_forward = jax.jit(forward)
 
 
 @functools.cache
 def plain(family):
-    """(a random model, its logits)."""
+    """Return (a random model, its logits)."""
     llama = random_llama(tiny_config(family.split()[0], **FAMILIES[family]))
     return llama, np.asarray(jitted_forward(llama, random_tokens((2, 48))))
 
 
 def possible(llama, stress):
-    """Without the key bias where the family cannot have one."""
-    return Stress(stress.key_outliers, stress.value_outliers, None, stress.seed) if llama.config.qk_norm else stress
+    """Return the changes without those that the family cannot have."""
+    return dataclasses.replace(stress, key_bias=None, one_dimension=False) if llama.config.qk_norm else stress
 
 
 def families(test):
@@ -64,14 +69,17 @@ def largest_change(llama, logits):
 # --- dense outputs stay -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "kind"), [(f, k) for f in FAMILIES for k in KINDS if not (f.startswith("qwen3") and k == "bias")])
+@pytest.mark.parametrize(("family", "kind"), CHANGES)
 def test_dense_logits_stay_and_the_comparison_sees_what_a_half_done_change_does(family, kind):
     llama, logits = plain(family)
     stress = possible(llama, KINDS[kind])
     harder = stressed(llama, stress)
     change = largest_change(harder, logits)
     assert change < TOLERANCE, f"{kind}: a logit moved by {change:.1e}"
-    undone = "o_proj.kernel" if stress.value_outliers else "q_norm.scale" if llama.config.qk_norm else "q_proj.kernel"
+    if kind == "inputs":
+        undone = "v_proj.kernel"
+    else:
+        undone = "o_proj.kernel" if stress.value_outliers else "q_norm.scale" if llama.config.qk_norm else "q_proj.kernel"
     old, new, half = leaves(llama), leaves(harder), {}
     for path in (path for path in new if path.endswith(undone)):
         half[path] = jnp.asarray(old[path] if new[path].shape == old[path].shape else new[path] / np.float32(1.4))
@@ -80,7 +88,7 @@ def test_dense_logits_stay_and_the_comparison_sees_what_a_half_done_change_does(
 
 
 def test_a_constant_among_the_old_channels_would_change_the_logits():
-    """Which is why the heads are widened."""
+    """Heads are widened because of this."""
     llama, logits = plain("llama")
     path, wide = "layers.0.k_proj.bias", stressed(llama, Stress(key_bias=0.0))
     bias = leaves(wide)[path].copy()
@@ -171,13 +179,20 @@ def cache_error(llama, spec):
     tokens, found = random_tokens((2, 64)), []
     for one in ("dense", spec):
         cache = kvq.init_cache(one, llama.config, 2, 64, "float32")
-        _, cache = prefill(llama, cache, tokens[:, :32])
-        found.append(score(llama, cache, tokens[:, 32:])[0])
+        prepared = prepare(llama, one)
+        _, cache = prefill(prepared, cache, tokens[:, :32])
+        found.append(score(prepared, cache, tokens[:, 32:])[0])
     return float(jnp.abs(found[1] - found[0]).mean())
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec"), [("keys", "int4:block=8"), ("values", "kivi:bits=4,recent=0,block=16,group_size=16"), ("bias", "int4:block=8")]
+    ("kind", "spec"),
+    [
+        ("keys", "int4:block=8"),
+        ("values", "kivi:bits=4,recent=0,block=16,group_size=16"),
+        ("inputs", "xquant:bits=4,latent=false,block=8"),
+        ("bias", "int4:block=8"),
+    ],
 )
 def test_the_cache_became_harder(kind, spec):
     llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
@@ -194,6 +209,65 @@ def test_a_key_bias_does_not_disturb_a_cache_with_a_scale_for_each_channel():
         for bias in (0.0, 50.0)
     )
     assert after == pytest.approx(before, rel=1e-3)
+
+
+def layer_rows(llama):
+    """Return the keys before RoPE and values [1, K, T, H] that layer 0 makes of normalized random inputs."""
+    weights, config = leaves(llama), llama.config
+    x = np.random.default_rng(0).normal(size=(64, config.hidden_size)).astype(np.float32) * weights["layers.0.input_norm.scale"]
+    rows = [x @ weights[f"layers.0.{name}_proj.kernel"] for name in ("k", "v")]
+    return [np.moveaxis(r.reshape(1, 64, config.num_key_value_heads, -1), 1, 2) for r in rows]
+
+
+def roundtrip_error(before, after, spec):
+    """Return the errors of keys and of values through a cache, each entry in units of the rows before they were stressed."""
+    hats = kvq.roundtrip(spec, *(jnp.asarray(rows) for rows in after))
+    return [np.linalg.norm((hat - rows) * (old / rows)) / np.linalg.norm(old) for hat, rows, old in zip(hats, after, before, strict=True)]
+
+
+PER_CHANNEL, PER_TOKEN, POLAR = "kivi:bits=3,group_size=16,block=16", "int3:block=16", "polarquant:group_size=16,block=16"
+K, V = 0, 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "stays", "hurt"),
+    [
+        ("keys", K, (PER_CHANNEL, POLAR), "int3:block=16"),
+        ("values", V, ("innerq:bits=3,group_size=16,block=16",), "kivi:bits=3,group_size=16,block=16"),
+        ("inputs", K, (PER_CHANNEL, PER_TOKEN, POLAR), None),
+    ],
+)
+def test_outliers_hurt_a_cache_whose_scales_serve_other_entries_beside_them_and_no_other(kind, side, stays, hurt):
+    """As the table of docs/evaluation.md says."""
+    llama = random_llama(tiny_config(num_attention_heads=8, head_dim=16, num_hidden_layers=1))
+    before, after = layer_rows(llama), layer_rows(stressed(llama, KINDS[kind]))
+    for spec in stays:
+        plain_error, error = (roundtrip_error(before, rows, spec)[side] for rows in (before, after))
+        assert error == pytest.approx(plain_error, rel=0.05), spec
+        assert plain_error > 0.01
+    if hurt:
+        plain_error, error = (roundtrip_error(before, rows, hurt)[side] for rows in (before, after))
+        assert error > 1.5 * plain_error, hurt
+
+
+def test_turned_pairs_have_most_of_their_keys_in_the_first_channel():
+    llama = random_llama(tiny_config("qwen2", head_dim=16))
+    channels = {}
+    for kind in ("keys", "turned keys"):
+        weights = leaves(stressed(llama, KINDS[kind]))
+        scale, kernel, bias = (weights[f"layers.1.{name}"] for name in ("input_norm.scale", "k_proj.kernel", "k_proj.bias"))
+        power = ((scale[:, None] * kernel) ** 2).sum(0) + bias**2
+        channels[kind] = power.reshape(-1, 2, 8)  # [K, channels of a pair, pairs]
+    plain_pairs, pairs = channels.values()
+    outliers = np.argsort(pairs.sum(1), axis=-1)[:, -2:]
+    first, second = (np.take_along_axis(pairs[:, i], outliers, -1) for i in (0, 1))
+    assert (first > second).all()
+    np.testing.assert_allclose(pairs.sum(1), plain_pairs.sum(1), rtol=1e-4)
+    turned_first = np.take_along_axis(plain_pairs[:, 0], outliers, -1)
+    assert (first > turned_first * 1.001).any(), "nothing was turned"
+    others = np.ones((len(pairs), 8), bool)
+    np.put_along_axis(others, outliers, False, -1)
+    np.testing.assert_array_equal(pairs[:, 0][others], plain_pairs[:, 0][others])
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------------------
@@ -249,6 +323,8 @@ BAD = {
     "factor beyond float32": (("--key-outliers", f"2x1{'0' * 40}", "--json"), "from 1.2e-38 to 8.5e+37"),
     "factor whose inverse is none": (("--value-outliers", f"2x0.{'0' * 40}1"), "from 1.2e-38"),
     "keys that overflow": (("--key-bias", "3.4e38"), "logits are not finite"),
+    "no input channels": (("--input-outliers", "0x4"), "channels of a layer's input: between 1 and"),
+    "one dimension of nothing": (("--value-outliers", "2x12", "--one-dimension"), "one dimension of which pairs?"),
     "negative seed": (("--key-bias", "1", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
     "full directory": (("--key-bias", "1", "--out", "{model}"), "not an empty directory"),
     "a file": (("--key-bias", "1", "--out", "{model}/config.json"), "not an empty directory"),
@@ -281,6 +357,11 @@ def test_a_key_bias_is_refused_where_keys_are_normalized_or_wider_heads_would_tu
     ):
         with pytest.raises(ValueError, match=message):
             stressed(random_llama(config), Stress(key_bias=1.0))
+
+
+def test_pairs_are_not_turned_where_a_norm_weighs_their_channels():
+    with pytest.raises(ValueError, match="no pair can be turned"):
+        stressed(random_llama(tiny_config("qwen3")), KINDS["turned keys"])
 
 
 def test_the_embedded_model_keeps_its_predictions():
