@@ -41,7 +41,7 @@ METHOD_CASES = (
         "innerq3_slot_hybrid_prefill",
         "innerq:bits=3,mode=hybrid_prefill,storage=slot,group_size=4,normalize=false,sink=4,recent=8,block=12",
         15.375,
-        0.07,
+        0.0656,
         same_codes_in_decode=False,
     ),
     MethodCase("mixed", "k=innerq:bits=4,group_size=8+v=kivi:bits=2+cache:sink=1,recent=8,block=16", 6.0, 0.3502),
