@@ -29,6 +29,17 @@ DERIVED = "derived"
 RESULTS = pathlib.Path(__file__).parent / "results"  # the committed reports and their pages
 
 
+def _commit() -> str:
+    command = ("git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
+    try:
+        return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+COMMIT = _commit()  # of the sources as they are when they are read, not when a report is written
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """The header of every report. Files that were made before a benchmark recorded its device, Python version or commit have "" there.
@@ -79,18 +90,8 @@ def header(command: Sequence[str]) -> Header:
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
         "python_version": platform.python_version(),
-        "commit": commit(),
+        "commit": COMMIT,
     }
-
-
-@functools.cache
-def commit() -> str:
-    """Return the short name of the commit that is checked out, with "+" where files differ from it; "" outside a repository."""
-    command = ("git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
-    try:
-        return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def now() -> str:

@@ -22,7 +22,7 @@ import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
-from benchmarks.report_file import commit, from_json, header
+from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -203,7 +203,7 @@ def _measured(wanted: Wanted, llama: Llama, quality: RowQuality, window: int) ->
         agreement=float(quality.agreement.mean()),
         window_nats=tuple(quality.nats.tolist()),
         window_kl=tuple(quality.kl.tolist()),
-        commit=commit(),
+        commit=COMMIT,
     )
 
 
