@@ -2,9 +2,8 @@
 
     k_i = r cos(theta),  k_{i+H/2} = r sin(theta)               code = radius code << angle_bits | angle code
 
-    grouped   v ~ (code + 1/2) * step + zero, for r and for theta of a pair and a group of tokens, over their range least .. most there:
-              bins   step = (most - least) / 2^b,        zero = least              the middles of equal bins
-              ends   step = (most - least) / (2^b - 1),  zero = least - step / 2   radii only: the least and the largest are levels
+    grouped   v ~ (code + 1/2) * step + least, with step = (most - least) / 2^b, for r and for theta of a pair and a group of tokens; with
+              radius_scale="sqrt" for sqrt(r), so that the steps of small radii are smaller than those of large ones
     global    theta ~ code * 2 pi / 2^b - pi,  r ~ code * step of the pair, one for the whole sequence
 
 Angles lie on a circle, so the least of a group depends on where the circle is cut open. It is cut in the largest gap between a group's
@@ -31,7 +30,7 @@ from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 Grid = Literal["grouped", "global"]
 Cut = Literal["gap", "fixed"]
-RadiusLevels = Literal["bins", "ends"]
+RadiusScale = Literal["linear", "sqrt"]
 TURN = 2 * math.pi
 
 Pairs = Float[Array, "B K T half"]
@@ -42,7 +41,7 @@ OfGroups = Float[Array, "B K groups half"]
 class PolarFormat:
     """The quantization format of keys. Static and hashable.
 
-    cut: where the circle of a group's angles is opened, "fixed" at the angle 0. radius_levels: which radii of a group the codes stand for.
+    cut: where the circle of a group's angles is opened, "fixed" at the angle 0. radius_scale: what has equal steps within a group.
     """
 
     angle_bits: int
@@ -53,7 +52,7 @@ class PolarFormat:
     grid: Grid = "grouped"
     cut: Cut = "gap"
     scale_dtype: str = "float16"
-    radius_levels: RadiusLevels = "bins"
+    radius_scale: RadiusScale = "linear"
 
     @property
     def half(self) -> int:
@@ -70,7 +69,7 @@ class PolarArray:
     """Packed codes of keys in polar form, with their scales and zero points.
 
     words: int16 [B, K, S/n, w] for each plane set, of H/2 codes for each token. The others, [B, K, S/group, H/2], are the step (scale) and
-    zero point of the radii and of the angles, as above; None on the global grid.
+    the least value (zero) of the radii, or of their square roots, and of the angles; None on the global grid.
     """
 
     words: Words
@@ -110,10 +109,11 @@ def quantize(rows: Float[Array, "B K T H"], format: PolarFormat, step: Float[Arr
         return PolarArray(pack(codes, format.layout), None, None, None, None, format)
     r, a = (_in_groups(part, format.group_size) for part in (radius, angle))
     counted = _in_groups(finite, format.group_size)
-    radius_codes, radius_scale, radius_zero = _floor_codes(r, counted, format.radius_bits, format.radius_levels, format.scale_dtype)
+    r_scaled = jnp.sqrt(r) if format.radius_scale == "sqrt" else r
+    radius_codes, radius_scale, radius_zero = _floor_codes(r_scaled, counted, format.radius_bits, format)
     start = _start(a, counted & (r > 0)) if format.cut == "gap" else jnp.zeros_like(a[:, :, :, :1])
     a = start + jnp.mod(a - start, TURN)
-    angle_codes, angle_scale, angle_zero = _floor_codes(a, counted & (r > 0), format.angle_bits, "bins", format.scale_dtype)
+    angle_codes, angle_scale, angle_zero = _floor_codes(a, counted & (r > 0), format.angle_bits, format)
     codes = (radius_codes << format.angle_bits | angle_codes).reshape(radius.shape)
     return PolarArray(pack(codes, format.layout), radius_scale, radius_zero, angle_scale, angle_zero, format)
 
@@ -171,7 +171,8 @@ def _radii_and_codes(body: PolarArray, step: Array | None) -> tuple[Array, Array
         return radius * step, angle_codes
     angle_codes, radius = (_in_groups(c, format.group_size) for c in (angle_codes, radius))
     scale, zero = (s.astype(jnp.float32)[:, :, :, None] for s in (body.radius_scale, body.radius_zero) if s is not None)
-    return (radius + 0.5) * scale + zero, angle_codes
+    radius = (radius + 0.5) * scale + zero
+    return jnp.square(radius) if format.radius_scale == "sqrt" else radius, angle_codes
 
 
 def _full_circle(format: PolarFormat) -> Float[Array, "entries 1 1 1 1"]:
@@ -209,26 +210,18 @@ def _global_codes(radius: Pairs, angle: Pairs, step: Float[Array, "B K 1 half"],
 
 
 def _floor_codes(
-    v: Float[Array, "B K groups size half"],
-    counted: Bool[Array, "B K groups size half"],
-    bits: int,
-    levels: RadiusLevels,
-    scale_dtype: str,
+    v: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"], bits: int, format: PolarFormat
 ) -> tuple[UInt16[Array, "B K groups size half"], OfGroups, OfGroups]:
-    """Return (codes, step, zero): the bin of each entry in its group's range, whose step and zero point are as they are stored.
+    """Return (codes, step, least): the bin of each entry in its group's range, whose step and least value are as they are stored.
 
-    Only entries that are `counted` make the range; a group without any has bin 0 everywhere. For "ends" the outer bins reach half a step
-    beyond the range, so that their middles are its ends.
+    Only entries that are `counted` make the range; a group without any has bin 0 everywhere.
     """
     low, high = jnp.min(jnp.where(counted, v, jnp.inf), axis=3), jnp.max(jnp.where(counted, v, -jnp.inf), axis=3)
     low, high = (jnp.where(jnp.isfinite(bound), bound, 0) for bound in (low, high))
-    most = (1 << bits) - 1
-    step = ((high - low) / (most if levels == "ends" else most + 1)).astype(scale_dtype)
-    wide_step = step.astype(jnp.float32)
-    zero = (low - wide_step / 2 if levels == "ends" else low).astype(scale_dtype)
-    wide_step, wide_zero = (s.astype(jnp.float32)[:, :, :, None] for s in (wide_step, zero))
-    bins = jnp.floor((v - wide_zero) / jnp.where(wide_step == 0, 1, wide_step))
-    return jnp.clip(bins, 0, most).astype(jnp.uint16), step, zero
+    step, least = ((high - low) / (1 << bits)).astype(format.scale_dtype), low.astype(format.scale_dtype)
+    wide_step, wide_least = (s.astype(jnp.float32)[:, :, :, None] for s in (step, least))
+    bins = jnp.floor((v - wide_least) / jnp.where(wide_step == 0, 1, wide_step))
+    return jnp.clip(bins, 0, (1 << bits) - 1).astype(jnp.uint16), step, least
 
 
 def _start(angle: Float[Array, "B K groups size half"], counted: Bool[Array, "B K groups size half"]) -> Array:

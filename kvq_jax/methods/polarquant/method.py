@@ -13,7 +13,7 @@ from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelD
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.packing import PlaneLayout
-from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusLevels
+from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusScale
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, Side, side_rows
@@ -88,6 +88,8 @@ class PolarCodec(Codec):
 
     def kernel_reader(self) -> Reader | str:
         f = self.format
+        if f.radius_scale != "linear":
+            return "square roots of radii; kernels read radii"
         return kernel_readers.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
 
     @property
@@ -120,10 +122,10 @@ class PolarQuant(Method):
         choices=("grouped", "global"),
     )
     cut: Cut = option("gap", "where a group's circle of angles is opened: in its largest gap, or at angle 0", choices=("gap", "fixed"))
-    radius_levels: RadiusLevels = option(
-        "bins",
-        "radii of a group that codes stand for: middles of equal bins, or ends: from the least to the largest",
-        choices=("bins", "ends"),
+    radius_scale: RadiusScale = option(
+        "linear",
+        "what has equal steps within a group: radii, or their square roots, which suits a few large radii",
+        choices=("linear", "sqrt"),
     )
     scale_dtype: str = option("float16", "dtype of steps and minima", choices=("float16", "bfloat16", "float32"))
 
@@ -135,9 +137,9 @@ class PolarQuant(Method):
             return DenseCodec("v", dims.head_dim, dtype)
         if dims.head_dim % 2:
             raise ValueError(f"head_dim {dims.head_dim} has no pairs: PolarQuant needs an even one")
-        if self.grid == "global" and self.radius_levels != "bins":
-            raise ValueError(f"radius_levels={self.radius_levels} is for grid=grouped: a global grid has the levels 0, step, 2 step, ...")
+        if self.grid == "global" and self.radius_scale != "linear":
+            raise ValueError(f"radius_scale={self.radius_scale} is for grid=grouped: the steps of a global grid are those of the radii")
         group = resolve_group(self.group_size, block, "the block of tokens", GROUP) if self.grid == "grouped" else block
         bits = self.angle_bits, self.radius_bits
-        format = PolarFormat(*bits, dims.head_dim, block, group, self.grid, self.cut, self.scale_dtype, self.radius_levels)
+        format = PolarFormat(*bits, dims.head_dim, block, group, self.grid, self.cut, self.scale_dtype, self.radius_scale)
         return PolarCodec(format)

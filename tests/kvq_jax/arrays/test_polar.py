@@ -106,41 +106,27 @@ def test_angles_around_zero_do_not_waste_the_circle():
     assert error(opposite, "gap") == pytest.approx(error(pairs, "gap"), rel=0.1)
 
 
-@pytest.mark.parametrize("radius_bits", [1, 2, 4])
-def test_ends_keep_the_least_and_the_largest_radius_of_a_group(radius_bits: int):
-    """A first token with small keys, as attention sinks have them, or one with large keys, keeps them. The middles of bins do not."""
-    rng = np.random.default_rng(5)
-    radius, angle = rng.uniform(1, 5, (1, 1, 128, 32)), rng.uniform(-np.pi, np.pi, (1, 1, 1, 32))
-    radius[:, :, 0], radius[:, :, 1] = 0.01, 20
-    rows = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).astype(np.float32)
-
-    def off(levels: str) -> np.ndarray:
-        format = dataclasses.replace(FORMAT, radius_bits=radius_bits, radius_levels=levels)
-        x, y = np.split(round_trip(rows, format), 2, axis=-1)
-        return np.abs(np.hypot(x, y) - radius)[0, 0].max(axis=-1)
-
-    ends, bins = off("ends"), off("bins")
-    assert ends[:2].max() < 1e-4
-    half = 20 / 2**radius_bits / 2
-    assert bins[:2].min() > 0.9 * half
-    assert 0.5 * half < ends[2:].max() <= 1.01 * 20 / (2**radius_bits - 1) / 2
-
-
-def test_ends_suit_radii_with_a_heavy_tail_and_are_read_as_bins_are():
-    """Most radii lie far below a few: bins move them all to the middle of the first one, which the first version's grid from 0 does not."""
+def test_square_roots_suit_radii_with_a_heavy_tail():
+    """A few large radii make equal bins so wide that all others lie in the first one. Where there are none, nothing is gained."""
     rng = np.random.default_rng(6)
-    radius, angle = np.abs(rng.standard_t(2, (1, 2, 128, 32))), rng.uniform(-np.pi, np.pi, (1, 2, 1, 32))
-    rows = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).astype(np.float32)
-    bins, ends = (dataclasses.replace(FORMAT, radius_bits=2, radius_levels=levels) for levels in ("bins", "ends"))
-    assert relative(round_trip(rows, ends), rows) < 0.8 * relative(round_trip(rows, bins), rows)
-    body = polar_array.quantize(jnp.asarray(rows), ends)
-    as_bins = dataclasses.replace(body, format=bins)
-    np.testing.assert_array_equal(np.asarray(polar_array.dequantize(as_bins)), np.asarray(polar_array.dequantize(body)))
+    angle = rng.uniform(-np.pi, np.pi, (1, 2, 1, 32))
+
+    def gain(radius: np.ndarray) -> float:
+        rows = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).astype(np.float32)
+        linear, sqrt = (round_trip(rows, dataclasses.replace(FORMAT, radius_scale=scale)) for scale in ("linear", "sqrt"))
+        return float(np.abs(sqrt - rows).mean() / np.abs(linear - rows).mean())
+
+    assert gain(np.abs(rng.standard_t(2, (1, 2, 128, 32)))) < 0.6
+    assert 0.95 < gain(rng.uniform(3, 5, (1, 2, 128, 32))) < 1.15
 
 
-def test_ends_of_a_global_grid_are_refused():
-    with pytest.raises(ValueError, match=r"radius_levels=ends is for grid=grouped"):
-        kvq.init_cache("polarquant:grid=global,radius_levels=ends", CacheDims(1, 4, 2, 32, 64), 1, 128)
+def test_square_roots_on_the_global_grid_are_refused_and_no_kernel_reads_them():
+    dims = CacheDims(1, 4, 2, 128, 512)
+    with pytest.raises(ValueError, match=r"radius_scale=sqrt is for grid=grouped"):
+        kvq.init_cache("polarquant:grid=global,radius_scale=sqrt", dims, 1, 128)
+    sqrt, linear = (kvq.parse(f"polarquant:radius_scale={s}").layer(0, dims, 256, "bfloat16").k.kernel_reader() for s in ("sqrt", "linear"))
+    assert sqrt == "square roots of radii; kernels read radii"
+    assert not isinstance(linear, str)
 
 
 def test_pairs_without_a_radius_widen_no_angle():
@@ -157,12 +143,12 @@ def test_pairs_without_a_radius_widen_no_angle():
     np.testing.assert_array_equal(nothing, 0)
 
 
-@pytest.mark.parametrize("levels", ["bins", "ends"])
+@pytest.mark.parametrize("scale", ["linear", "sqrt"])
 @pytest.mark.parametrize("cut", ["gap", "fixed"])
-def test_a_constant_group_decodes_to_its_value(cut: str, levels: str):
+def test_a_constant_group_decodes_to_its_value(cut: str, scale: str):
     row = np.random.default_rng(2).normal(size=64).astype(np.float32)
     rows = np.broadcast_to(row, (1, 2, 128, 64))
-    np.testing.assert_allclose(round_trip(rows, dataclasses.replace(FORMAT, cut=cut, radius_levels=levels)), rows, atol=1e-5)
+    np.testing.assert_allclose(round_trip(rows, dataclasses.replace(FORMAT, cut=cut, radius_scale=scale)), rows, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
