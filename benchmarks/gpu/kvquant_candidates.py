@@ -157,13 +157,13 @@ class _Side:
 
     def call(self, part: str, launch: Launch, x: Array, copy: Any) -> Array:
         params, body = copy
-        sparse = tuple(getattr(body.outliers, name) for name in ("index", "residual", "ends"))
+        index, residual, ends = (getattr(body.outliers, name) for name in ("index", "residual", "ends"))
         limits, rope = jnp.full((1,), self.shape.tokens), rope_of(self.shape.head_dim)
         if part == "sparse" and self.side == "v":
-            return outlier_values(x.astype(jnp.float32), *sparse, limits, self.shape.head_dim)
+            return outlier_values(x.astype(jnp.float32), index, residual, ends, limits, self.shape.head_dim)
         if part == "sparse":
             turned = turn(rope.inverse_frequencies, 0, self.shape.tokens)
-            return outlier_scores(x, *sparse, limits, turned, launch, BLOCK)
+            return outlier_scores(x, index, residual, ends, limits, turned, launch, BLOCK)
         reader, arrays = self.body.reader, self.codec.kernel_arrays(params, body)
         inner = reader.inner if isinstance(reader, RotatedReader) else reader
         assert isinstance(inner, CodebookReader)

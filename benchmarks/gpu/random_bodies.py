@@ -78,9 +78,9 @@ def _random_outliers(leaves: SparseOutliers, heads: int, channels: int, seed: Ar
     slots, places = spec["none"].size, spec["tokens"].per * channels
     ends = slots * jnp.arange(1, heads + 1) // heads
     slot = jnp.arange(slots)
-    head = jnp.sum(slot[:, None] >= ends, axis=-1)
+    head = jnp.sum(slot[:, None] >= ends[None], axis=-1)
     first, many = jnp.append(0, ends)[head], jnp.diff(ends, prepend=0)[head]
-    begin, end = ((slot - first + i) * places // many for i in (0, 1))
+    begin, end = (((slot - first + i) * places // many)[None, None] for i in (0, 1))
     place = begin + (scattered(spec.shape, seed + jnp.uint32(4000)) % (end - begin).astype(jnp.uint32)).astype(jnp.int32)
     dropped = None if leaves.dropped is None else jnp.zeros(leaves.dropped.shape, jnp.uint16)
     return SparseOutliers(

@@ -97,7 +97,7 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
         ("KL, fake", lambda row: f"{fake[row.cells].kl:.5f}" if row.cells in fake else ""),
         ("perplexity", lambda row: f"{row.perplexity:.3f}{bracket(row.perplexity_interval, '.2f')}"),
         ("same top token", lambda row: f"{row.agreement:.2%}"),
-        ("outliers dropped", lambda row: "" if row.dropped is None else f"{row.dropped:.1%}"),
+        ("key outliers dropped", lambda row: f"{row.dropped['k']:.1%}" if "k" in row.dropped else ""),
     ]
     filled = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
     lines = ((*row.cells, *(cell(row) for _, cell in filled)) for row in rows)

@@ -102,7 +102,7 @@ def collect(residual: Float[Array, "B K T H"], mask: Bool[Array, "B K T H"], poo
     limit = float(jnp.finfo(dtype).max)
     values = jnp.where(used, jnp.clip(jnp.take_along_axis(flat, place, axis=-1), -limit, limit), 0)
     place, values = lax.sort((jnp.where(used, place, heads * places), values), num_keys=1)
-    ends = jnp.sum(place[..., None] < places * jnp.arange(1, heads + 1), axis=2)
+    ends = jnp.sum(place[..., None] < places * jnp.arange(1, heads + 1)[None, None, None], axis=2)
     index = jnp.where(place < heads * places, place % places, 0)
     dropped = jnp.clip(jnp.sum(wanted, axis=-1) - pool.slots, 0, MOST_SLOTS).astype(jnp.uint16) if pool.overflows else None
     return SparseOutliers(index.astype(jnp.uint16), values.astype(dtype), ends.astype(jnp.uint16), dropped)
@@ -120,7 +120,7 @@ def add(dense: Float[Array, "B K T H"], outliers: SparseOutliers) -> Float[Array
 
 def heads_of(ends: UInt16[Array, "B n K"], slots: int) -> Int[Array, "B n {slots}"]:
     """Return the head of each slot; K of an unused one."""
-    return jnp.sum(jnp.arange(slots)[:, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.arange(slots)[None, None, :, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1, dtype=jnp.int32)
 
 
 def counts(outliers: SparseOutliers) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:

@@ -168,15 +168,15 @@ def prompt_for(config: LlamaConfig, specs: Sequence[CacheSpec], asked: int | Non
 class RowQuality(NamedTuple):
     """Means over the scored tokens of each row, and the outliers that found no slot.
 
-    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: of all rows' caches at the end, the share of
-    outliers without a slot; None where the cache stores no outliers or is not run (`fake`).
+    tokens: scored tokens of a row. nats, kl, agreement [R]: as in `Quality`, float64. dropped: in all rows' caches at the end, the share of
+    the outliers of each side ("k", "v") that have no slot; empty where a cache stores no outliers or is not run (`fake`).
     """
 
     tokens: int
     nats: Float[np.ndarray, "R"]
     kl: Float[np.ndarray, "R"]
     agreement: Float[np.ndarray, "R"]
-    dropped: float | None
+    dropped: dict[str, float]
 
 
 def measure_rows(
@@ -205,21 +205,20 @@ def measure_rows(
     if not 0 <= prompt <= length - 2:
         raise ValueError(f"a prompt of {prompt} tokens leaves fewer than two of {length} to score")
     settings = Settings(length, length, mode, batch, CHUNK, prompt if mode == "decode" else 0, STEP)
-    outliers = [[0, 0] for _ in candidates]  # dropped, kept
+    outliers: list[dict[str, kvq.OutlierTotals]] = [{} for _ in candidates]
 
     def count_outliers(through: Sequence[Through], fresh: int) -> None:
-        for counts, run in zip(outliers, through, strict=True):
-            if mode != "fake":
-                dropped, kept = kvq.dropped_outliers(kvq.select_rows(run.cache, np.arange(fresh)))
-                counts[:] = counts[0] + dropped, counts[1] + kept
+        for own, run in zip(outliers, through, strict=True):
+            for layer in kvq.outlier_totals(kvq.select_rows(run.cache, np.arange(fresh))) if mode != "fake" else ():
+                for side, totals in layer.items():
+                    own[side] = own.get(side, kvq.OutlierTotals()) + totals
 
     _, compared = _run(candidates, tokens, np.full(count, length, np.int32), settings, progress, count_outliers)
     scored = length - prompt - 1
-    shares = (dropped / (dropped + kept) if dropped + kept else None for dropped, kept in outliers)
     qualities = []
-    for terms, share in zip(compared, shares, strict=True):
+    for terms, own in zip(compared, outliers, strict=True):
         nats, kl, agreement = (term[:, prompt + 1 :].mean(axis=1, dtype=np.float64) for term in terms)
-        qualities.append(RowQuality(scored, nats, kl, agreement, share))
+        qualities.append(RowQuality(scored, nats, kl, agreement, {side: totals.share_dropped for side, totals in own.items()}))
     return tuple(qualities)
 
 

@@ -95,12 +95,14 @@ class CodebookReader(Reader):
     def more_values(
         self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
     ) -> Float[Array, "B K G H"] | None:
-        return outlier_values(weights, *stored[-3:], limits, self.layout.channels) if self.pool else None
+        index, residual, ends = stored[-3:]
+        return outlier_values(weights, index, residual, ends, limits, self.layout.channels) if self.pool else None
 
     def more_scores(
         self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
     ) -> Float[Array, "B K G S"] | None:
-        return outlier_scores(q, *stored[-3:], limits, turned, launch, self.pool) if self.pool else None
+        index, residual, ends = stored[-3:]
+        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool) if self.pool else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":

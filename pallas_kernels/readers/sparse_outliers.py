@@ -82,8 +82,8 @@ def outlier_values(
     batch, heads, group, tokens = weights.shape
     pools, slots = index.shape[1:]
     place, rows = index.astype(jnp.int32), jnp.arange(batch)[:, None, None]
-    head = jnp.sum(jnp.arange(slots)[:, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1)  # `heads` of an unused slot
-    token = (tokens // pools * jnp.arange(pools))[:, None] + place // channels
+    head = jnp.sum(jnp.arange(slots)[None, None, :, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1)  # `heads` of an unused slot
+    token = (tokens // pools * jnp.arange(pools))[None, :, None] + place // channels
     of_head = weights[rows, jnp.minimum(head, heads - 1), :, jnp.minimum(token, tokens - 1)]  # [B, n, P, G]
     counted = (token < limits[:, None, None]) & (head < heads)
     added = jnp.where(counted[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)

@@ -107,7 +107,7 @@ def slots(rng: np.random.Generator, count: int, pool: int, shape: tuple[int, ...
         crowd = rng.random((heads, pool, channels))
         crowd[rng.integers(heads), rng.integers(pool)] += rng.integers(2)
         crowd[rng.integers(heads)] += rng.random() < 0.2
-        used = rng.choice([0, count * pool, rng.integers(count * pool + 1)])
+        used = (0, count * pool, int(rng.integers(count * pool + 1)))[rng.integers(3)]
         place = np.sort(np.argsort(-crowd.ravel())[:used])
         index[b, p, :used], residual[b, p, :used] = place % places, rng.normal(size=used) * 4
         ends[b, p] = np.searchsorted(place, places * np.arange(1, heads + 1))

@@ -6,7 +6,7 @@ The stored arrays are those of arrays/codebook_array.py and arrays/sparse_outlie
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +29,8 @@ from kvq_jax.rope import Rope
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
 
+RANGES = ("scale", "zero", "lower", "upper")  # of a channel
+
 
 @dataclasses.dataclass(frozen=True)
 class KVQuantCodec(Codec):
@@ -42,7 +44,12 @@ class KVQuantCodec(Codec):
         qnorm [2]             with the option `qnorm`, values = qnorm[0] * levels + qnorm[1]; else values = levels
         scale, zero [K, H]    half a channel's range, and its middle (ranges of channels)
         lower, upper          thresholds of outliers: [K, H] (ranges of channels), or [] (ranges of tokens, thresholds of the whole layer)
+
+    online: ranges and thresholds of channels are those of each sequence's prompt. Those of the calibration serve in their place where there
+    was no prompt, and in channels that are constant in it.
     """
+
+    unprompted: ClassVar[float] = 0.0
 
     side: Side
     format: CodebookFormat
@@ -53,6 +60,7 @@ class KVQuantCodec(Codec):
     per_matrix: bool
     qnorm: bool
     pre_rope: bool
+    online: bool = False
 
     @property
     def per_channel(self) -> bool:
@@ -63,7 +71,7 @@ class KVQuantCodec(Codec):
         if self.datatype == "nuq":
             axes |= {"levels": (Axis("none", 2**self.format.bits),), "qnorm": (Axis("none", 2),)}
         if self.per_channel:
-            axes |= dict.fromkeys(("scale", "zero", "lower", "upper"), (Axis("kv_heads", heads), Axis("channels", self.format.channels)))
+            axes |= dict.fromkeys(RANGES, (Axis("kv_heads", heads), Axis("channels", self.format.channels)))
         elif self.per_matrix and self.format.pool:
             axes |= {"lower": (), "upper": ()}
         return {name: ArraySpec(own, "float32") for name, own in axes.items()}
@@ -93,6 +101,33 @@ class KVQuantCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
 
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        """Return scale, zero, lower and upper of each channel, [B, K, 4, H] fp32, as a calibration on the prompt alone would find them; ()
+        where ranges are not the prompt's.
+
+            lower, upper = the linearly interpolated quantiles f/2 and 1 - f/2 over the prompt's valid, finite rows but the first
+            scale, zero  = half the range and the middle of the rows within them
+
+        The first token is left out because models use it as an attention sink, whose keys are unlike the others (the paper's section 3.5).
+        All four are 0 for a row without such tokens. Source: Hooper et al., KVQuant, Table 14 (online).
+        """
+        if not self.online:
+            return ()
+        rows = self.rows(params, inputs).astype(jnp.float32)
+        counted = (inputs.valid & (inputs.positions > 0))[:, None, :, None] & jnp.isfinite(rows)
+        lower, upper = _quantiles(rows, counted, self.outliers / 2)
+        kept = counted & (rows >= lower) & (rows <= upper)
+        low = jnp.min(jnp.where(kept, rows, jnp.inf), axis=2, keepdims=True)
+        high = jnp.max(jnp.where(kept, rows, -jnp.inf), axis=2, keepdims=True)
+        found = jnp.concatenate([(high - low) / 2, (high + low) / 2, lower, upper], axis=2)
+        return jnp.where(jnp.any(kept, axis=2, keepdims=True), found, 0)
+
+    def statistics_spec(self, batch: int, heads: int) -> Tree:
+        if not self.online:
+            return ()
+        axes = Axis("batch", batch), Axis("kv_heads", heads), Axis("none", len(RANGES)), Axis("channels", self.format.channels)
+        return ArraySpec(axes, "float32")
+
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
 
@@ -106,19 +141,21 @@ class KVQuantCodec(Codec):
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> CodebookArray:
         rows = rows.astype(jnp.float32)
-        clean, scale, zero, exact = self._by_channel(params, rows) if self.per_channel else self._by_token(params, rows)
+        clean, scale, zero, exact = self._by_channel(params, stats, rows) if self.per_channel else self._by_token(params, rows)
         return codebook_array.quantize(clean, self.format, self._levels(params), self._values(params), scale, zero, exact)
 
     def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         if not self.per_channel:
             return codebook_array.dequantize(body, self._values(params))
-        scale, zero = (self._channels(params, name) for name in ("scale", "zero"))
+        scale, zero, *_ = self._ranges(params, stats)
         return codebook_array.dequantize(body, self._values(params), scale, zero)
 
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     def kernel_reader(self) -> Reader | str:
+        if self.online:
+            return "each sequence has its own ranges of channels; kernels read those of a calibration"
         f = self.format
         pool = f.pool.tokens if f.pool else 0
         return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
@@ -148,9 +185,9 @@ class KVQuantCodec(Codec):
         pointer = 32 / width / 2 if pointers and self.outliers else 0
         return self.format.bits + 32 / (context if self.per_channel else width) + 32 * self.outliers + pointer
 
-    def _by_channel(self, params: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
+    def _by_channel(self, params: Tree, stats: Tree, rows: RowsBKTH) -> tuple[RowsBKTH, Array, Array, Bool[Array, "B K T H"]]:
         """Return (finite rows, scale, zero, mask of outliers) for ranges of channels."""
-        scale, zero, lower, upper = (self._channels(params, name) for name in ("scale", "zero", "lower", "upper"))
+        scale, zero, lower, upper = self._ranges(params, stats)
         low, high = zero - scale, zero + scale
         clean = jnp.where(jnp.isfinite(rows), rows, jnp.where(jnp.isnan(rows), jnp.clip(0, low, high), jnp.where(rows > 0, high, low)))
         return clean, scale, zero, (clean < lower) | (clean > upper)
@@ -187,13 +224,30 @@ class KVQuantCodec(Codec):
         stretch, shift = self._parameter(params, "qnorm")
         return levels * stretch + shift
 
-    def _channels(self, params: Tree, name: str) -> Float[Array, "1 K 1 H"]:
-        return self._parameter(params, name)[None, :, None]
+    def _ranges(self, params: Tree, stats: Tree) -> list[Float[Array, "#B K 1 H"]]:
+        """Return scale, zero, lower and upper of channels."""
+        calibrated = [self._parameter(params, name)[None, :, None] for name in RANGES]
+        if not self.online:
+            return calibrated
+        of_prompt = jnp.split(stats, len(RANGES), axis=2)
+        return [jnp.where(of_prompt[0] > 0, own, other) for own, other in zip(of_prompt, calibrated, strict=True)]
 
     def _parameter(self, params: Tree, name: str) -> Array:
         if not params:
             raise ValueError(f"kvquant needs calibrated {name} of {self.side}: kvq.prepare_layer or kvq_models.prepare attaches them")
         return params[name]
+
+
+def _quantiles(rows: RowsBKTH, counted: Bool[Array, "B K T H"], order: float) -> list[Float[Array, "B K 1 H"]]:
+    """Return the linearly interpolated quantiles `order` and 1 - order of each channel's counted rows, as np.quantile does."""
+    ordered = jnp.sort(jnp.where(counted, rows, jnp.inf), axis=2)
+    last = jnp.maximum(jnp.sum(counted, axis=2, keepdims=True) - 1, 0)
+    found = []
+    for at in (order * last.astype(jnp.float32), (1 - order) * last.astype(jnp.float32)):
+        below = jnp.floor(at)
+        a, b = (jnp.take_along_axis(ordered, jnp.minimum(below.astype(jnp.int32) + i, last), axis=2) for i in (0, 1))
+        found.append(jnp.where(at > below, a + (b - a) * (at - below), a))
+    return found
 
 
 def _innermost(rows: RowsBKTH, beyond: int) -> tuple[Array, Array]:

@@ -46,8 +46,17 @@ class KVQuant(Method):
     thresholds: Literal["vector", "matrix"] = option(
         "vector", "where outliers are looked for: in each channel or token, or in the whole layer", choices=("vector", "matrix")
     )
-    slots: float = option(1.25, "slots for outliers by calibrated thresholds, as a multiple of the number that `outliers` gives")
+    channel_ranges: Literal["calibrated", "prompt"] = option(
+        "calibrated",
+        "whose ranges and thresholds channels have: the calibration text's, or those of each sequence's own prompt (Table 14's online)",
+        choices=("calibrated", "prompt"),
+    )
+    slots: float = option(2.25, "slots for outliers by calibrated thresholds, as a multiple of the number that `outliers` gives")
     scale_dtype: str = option("float16", "dtype of the scales and zero points of tokens", choices=("float16", "float32"))
+
+    @property
+    def online(self) -> bool:
+        return self.channel_ranges == "prompt"
 
     def windows(self) -> Windows:
         return Windows(sink=1, recent=0, block=32)
@@ -55,6 +64,8 @@ class KVQuant(Method):
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
         if self.qnorm and self.datatype != "nuq":
             raise ValueError(f"qnorm=true needs datatype=nuq, not {self.datatype}")
+        if self.online and self.thresholds == "matrix":
+            raise ValueError("channel_ranges=prompt needs thresholds=vector: a prompt's thresholds are found by channel")
         if not self.slots:
             raise ValueError("slots=0 leaves no place for outliers: outliers=0 turns them off")
         heads, head_dim = dims.num_key_value_heads, dims.head_dim
@@ -63,7 +74,7 @@ class KVQuant(Method):
         group = channel_group(0, heads, head_dim) if axis == "token" else None
         per_side = outliers_per_side(self.outliers, heads * head_dim)
         static = axis == "channel" or self.thresholds == "matrix"  # so the data decide how many outliers a token has
-        per_token = 2 * per_side * (self.slots if static else 1)
+        per_token = min(2 * per_side * (self.slots if static else 1), heads * head_dim)
         pool = pool_of(block, per_token, head_dim, static) if per_side else None
         return KVQuantCodec(
             side=side,
@@ -75,4 +86,5 @@ class KVQuant(Method):
             per_matrix=self.thresholds == "matrix",
             qnorm=self.qnorm,
             pre_rope=self.pre_rope and side == "k",
+            online=self.online and axis == "channel",
         )

@@ -55,11 +55,11 @@ def test_a_run_calibrates_and_measures(report):
     assert exact.kl == pytest.approx(0, abs=1e-5)
     assert coded.kl > 100 * abs(exact.kl) + 1e-3
     assert again.kl == coded.kl
-    assert coded.outlier_fraction == 2 / 128
+    assert coded.outlier_fraction == (2.25 * 2 + 2) / 2 / 128, "keys have 2.25 times the slots of values"
     assert coded.cache_bytes < exact.cache_bytes
-    assert coded.dropped is not None
-    assert 0 < coded.dropped < 1
-    assert exact.dropped is None
+    assert coded.dropped.keys() == {"k", "v"}
+    assert coded.dropped["v"] == 0 <= coded.dropped["k"] < 0.5
+    assert exact.dropped == {}
     assert str(PASSAGE.parent) not in report.command, "a result names files, not a machine's folders"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,7 +152,8 @@ def test_dropped_outliers_of_live_tokens_are_counted():
     assert found[0]["v"].share_dropped == 0
     short = kvq.select_rows(cache, [0])
     assert kvq.dropped_outliers(short)[0] * 3 < dropped
-    assert kvq.dropped_outliers(kvq.trim(cache, 20))[0] < dropped, "only live tokens count"
+    fewer = kvq.outlier_totals(dataclasses.replace(cache, lengths=jnp.full(4, 40)))
+    assert [layer["v"] for layer in fewer] == [OutlierTotals(64 * 4 * 2, 0)] * len(fewer), "two live blocks"
     assert kvq.dropped_outliers(filled("kivi:sink=0,recent=12,block=16", (90,) * 4)) == (0, 0)
     assert kvq.outlier_totals(filled("kivi:sink=0,recent=12,block=16", (90,) * 4))[0] == {}
 

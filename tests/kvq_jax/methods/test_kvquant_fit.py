@@ -10,7 +10,7 @@ from kvq_jax.methods.kvquant import fit
 from kvq_jax.methods.kvquant.kmeans import nearest, weighted_levels
 
 TOKENS, HEADS, HEAD_DIM = 400, 2, 32
-OPTIONS = {"levels": 8, "per_channel": True, "per_matrix": False, "outliers": 0.02, "slots": 4, "weighting": "fisher_scale"}
+OPTIONS = {"levels": 8, "per_channel": True, "per_matrix": False, "outliers": 0.02, "per_side": 2, "weighting": "fisher_scale"}
 
 
 def activations(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

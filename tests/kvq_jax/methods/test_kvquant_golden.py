@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvq_jax.arrays import sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
@@ -39,7 +40,8 @@ def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np
     params = parameters(bits, lower, upper)
     codec = codec_of(side, bits, slots, **options)
     body = codec.quantize(params, (), jnp.asarray(data[side.upper()])[None, None], prefill=True)
-    dropped = np.zeros(len(data["K"])) if body.outliers is None or body.outliers.dropped is None else np.asarray(body.outliers.dropped)[0]
+    sparse = body.outliers
+    dropped = np.zeros(1) if sparse is None else np.asarray(sparse_outliers.counts(sparse)[1])[0]
     return np.asarray(codec.dequantize(params, (), body))[0, 0], dropped
 
 

@@ -148,8 +148,8 @@ def test_outliers_of_padding_are_not_read():
     q = jnp.ones((2, 2, 1, 64), jnp.float32)
     index = np.broadcast_to(64 * np.arange(128, dtype=np.uint16), (2, 2, 128))  # one of each token
     ends, residual = np.full((2, 2, 2), 128, np.uint16), np.ones((2, 2, 128), np.float32)
-    arrays = (jnp.asarray(array) for array in (index, residual, ends, np.asarray([0, 128])))
-    found = np.asarray(outlier_scores(q, *arrays, None, INTERPRETED, 128))
+    limits = jnp.asarray([0, 128])
+    found = outlier_scores(q, jnp.asarray(index), jnp.asarray(residual), jnp.asarray(ends), limits, None, INTERPRETED, 128)
     assert (found[0] == 0).all()
     assert (found[1, 0, 0, :128] == 1).all(), "all tokens of a pool that is read"
     assert (found[1, 0, 0, 128:] == 0).all(), "no token of one behind the limit"
