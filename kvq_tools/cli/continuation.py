@@ -1,11 +1,13 @@
 """Turn generated tokens into text as they come.
 
 A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are
-decoded, prompt included, and only what later tokens cannot change is shown.
+decoded, prompt included, and only what later tokens cannot change is shown. Control characters are left out of what is shown: a model
+could write the sequences that move a terminal's cursor, set its title or hide text.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character
@@ -26,11 +28,17 @@ class Continuation:
         return whole.removeprefix(self._before) if whole.startswith(self._before) else self._decode(ids)
 
     def push(self, ids: list[int], *, last: bool = False) -> str:
-        """Return the new text that later tokens cannot change; `ids` are all tokens so far. An unfinished character waits for its end."""
+        """Return the new text that later tokens cannot change, to be shown; `ids` are all tokens so far. An unfinished character waits for
+        its end."""
         text = self.text(ids)
         stable = text if last else text.rstrip(UNFINISHED)
         new, self._shown = stable[self._shown :], max(self._shown, len(stable))
-        return new
+        return printable(new)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters (Unicode's Cc: escape, carriage return, C1 and others), newlines and tabs excepted."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")

@@ -14,6 +14,7 @@ import jax
 import kvq_jax as kvq
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.method_parameters import check_calibration
+from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
@@ -47,6 +48,33 @@ def add_calibration(parser: argparse.ArgumentParser, *, several: bool = False) -
     """Add --calibration; with `several`, for commands that take several caches."""
     text = "what kvq calibrate wrote, for a cache that needs it" + ("; may be given several times" if several else "")
     parser.add_argument("--calibration", metavar="F", action="append" if several else "store", help=text)
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add the options of generation that `generate` and `chat` share."""
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=positive, default=max_new_tokens, help="stop after N tokens (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
+    parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
+    parser.add_argument("--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "pallas"),
+        help="what reads the packed cache (default: fused kernels on a GPU where the cache has them, else xla)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and full-precision rows (default: %(default)s)"
+    )
+
+
+def checked_sampling(options: argparse.Namespace) -> Sampling:
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    with input_errors():
+        sampling.check()
+    return sampling
 
 
 def cache_spec(text: str) -> kvq.CacheSpec:
@@ -184,23 +212,38 @@ def need_tokenizer(model: str, use: str) -> Any:
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
     """Return the token ids of a prompt; with `chat`, as the user's turn in the tokenizer's chat template."""
+    if chat:
+        return encode_rendered(tokenizer, render_chat(tokenizer, [{"role": "user", "content": text}]))
+    check_text(text)
+    return list(tokenizer(text, verbose=False).input_ids)  # quiet about lengths: those are checked here
+
+
+def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt is not UTF-8 text: {error}") from error
-    if not chat:
-        return list(tokenizer(text, verbose=False).input_ids)  # quiet about lengths: those are checked here
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return a conversation in the tokenizer's chat template, up to where the model's next answer begins."""
+    for message in messages:
+        check_text(message["content"])
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError("--chat: this tokenizer has no chat template; leave --chat out")
+        raise UserError("this model's tokenizer has no chat template; `kvq generate` continues a text without one")
     try:
-        from jinja2 import TemplateError  # imported late: only --chat needs it
+        from jinja2 import TemplateError  # imported late: only chat templates need it
     except ImportError as error:
-        raise UserError("--chat needs jinja2; pip install jinja2") from error
+        raise UserError("chat templates need jinja2; pip install jinja2") from error
     try:
-        turn = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError) as error:
-        raise UserError(f"--chat: the tokenizer's chat template fails: {error}") from error
-    return list(tokenizer(turn, add_special_tokens=False).input_ids)
+        raise UserError(f"the tokenizer's chat template fails: {error}") from error
+
+
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of text from a chat template, which writes special tokens itself."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def check_tokens(ids: list[int], config: LlamaConfig) -> None:

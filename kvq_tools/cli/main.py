@@ -20,6 +20,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
     "fetch": "bring a public model into the cache folder, where its name stands for it",
+    "chat": "talk with a model: several turns on one cache",
     "generate": "continue a prompt through a cache",
     "eval": "compare caches on a text: perplexity, KL, top-1 agreement, size",
     "report": "write one self-contained page with pictures: quality, size, speed and errors of several caches",

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
+from kvq_jax.array_types import LengthsB
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import decoding, generation
@@ -47,12 +48,8 @@ class TimedGeneration:
         self.compile_seconds = time.perf_counter() - started
 
     def _compile(self) -> None:
-        decoding.prefill_program.lower(self._llama, self._cache, self._tokens, self._lengths, False, self._implementation).compile()
-        state = jax.eval_shape(self._start, self._llama, self._cache, self._tokens, self._lengths)
-        generation.advance.lower(self._llama, state, self._key, jnp.int32(0), self._sampling, self._eos_ids, self._implementation).compile()
-        # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
-        counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step)
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), counters)
+        settings = (self._max_new_tokens, self._sampling, self._eos_ids, self._implementation)
+        compile_generation(self._llama, self._cache, self._tokens, self._lengths, *settings)
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
@@ -76,3 +73,26 @@ class TimedGeneration:
         """Run the whole generation and return it."""
         *_, last = self.segments(self._max_new_tokens)
         return last
+
+
+def compile_generation(
+    llama: Llama,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: LengthsB,
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    implementation: Implementation,
+) -> None:
+    """Compile what `generation.start` and `generation.advance` will run for prompts of this shape; nothing is read or consumed."""
+
+    def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
+        return generation.start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+
+    decoding.prefill_program.lower(llama, cache, tokens, lengths, False, implementation).compile()
+    state = jax.eval_shape(start, llama, cache, tokens, lengths)
+    generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
+    # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
+    counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step)
+    jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), counters)

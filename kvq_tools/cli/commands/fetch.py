@@ -22,7 +22,7 @@ EPILOG = """\
 examples:
   kvq fetch
   kvq fetch smollm2
-  kvq generate smollm2 --chat --prompt "Name three rivers." --cache kivi:bits=2
+  kvq chat smollm2 --cache kivi:bits=2
 
 Models lie in $KVQ_CACHE, else in $XDG_CACHE_HOME/kvq, else in ~/.cache/kvq."""
 

@@ -46,30 +46,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
     parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
     inputs.add_calibration(parser)
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=inputs.positive, default=128, help="stop after N tokens (default: %(default)s)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
-    parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
-    parser.add_argument("--seed", type=inputs.seed, default=0, help="the same seed gives the same text (default: 0)")
+    inputs.add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
         "--capacity",
         metavar="S",
         type=inputs.positive,
         help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)",
     )
-    parser.add_argument(
-        "--implementation",
-        choices=("xla", "pallas"),
-        help="what reads the packed cache (default: fused kernels on a GPU where the cache has them, else xla; the last line says which)",
-    )
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of weights, activations and full-precision rows (default: %(default)s)"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +100,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check all that needs no weights."""
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-    with input_errors():
-        sampling.check()
+    sampling = inputs.checked_sampling(options)
     text = inputs.read_text(options.prompt_file) if options.prompt_file is not None else options.prompt
     if text == "":
         raise UserError("the prompt is empty; give at least one character")

@@ -17,6 +17,7 @@ from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
 
 MODEL_COMMANDS = {
     "generate": ("generate", "tiny", "--prompt", "a"),
+    "chat": ("chat", "tiny"),
     "eval": ("eval", "tiny", "--text", "f", "--cache", "dense"),
     "report": ("report", "tiny", "--text", "f", "--cache", "dense", "--out", "o"),
     "passkey": ("passkey", "tiny", "--cache", "dense"),

@@ -1,0 +1,235 @@
+"""`kvq chat`: a conversation in the terminal, on one cache."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kvq_jax as kvq
+from kvq_models.inference import decoding
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.checkpoint import load_llama
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.conversation import AnswerSettings, Conversation
+
+MOST_CAPACITY = 4096  # tokens of a cache by default
+PROMPT = "> "
+
+COMMANDS = """\
+/reset   forget what was said and start again with an empty cache
+/help    show this
+/quit    leave (also Ctrl-D)
+Ctrl-C   stop an answer; what was shown of it stays part of the conversation"""
+
+DESCRIPTION = """\
+Talks with a model whose conversation stays in one cache: each turn adds its own tokens, and what was said before is read
+from the cache, quantized. After each answer one line shows what the cache holds. Lines are read from the terminal, or from
+a pipe. The model needs a chat template. Greedy unless --temperature is given."""
+
+EPILOG = f"""\
+examples:
+  kvq chat smollm2 --cache kivi:bits=2                  (after: kvq fetch smollm2)
+  kvq chat smollm2 --cache innerq:bits=2 --system "You answer in one sentence." --temperature 0.7 --top-p 0.9
+  echo "Name three rivers." | kvq chat smollm2 --cache dense
+
+in the conversation:
+{textwrap.indent(COMMANDS, "  ")}
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    inputs.add_calibration(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat template's own, if any)")
+    inputs.add_sampling(parser, max_new_tokens=256)
+    parser.add_argument(
+        "--capacity",
+        metavar="S",
+        type=inputs.positive,
+        help=f"tokens the cache can hold (default: {MOST_CAPACITY}, or the positions that the model was trained for if they are fewer)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    settings, tokenizer, capacity = _checked(options)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(options.model, dtype=options.dtype)
+    with input_errors():
+        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+    new_cache = lambda: inputs.new_cache(options.cache, llama.config, capacity, options.dtype)  # noqa: E731
+    conversation = Conversation(llama, tokenizer, new_cache, settings, options.system)
+    terminal = sys.stdin.isatty()
+    turns: list[dict[str, Any]] = []
+    if terminal:
+        print(f"kvq: {options.model} with cache {options.cache}; /help lists what can be typed", file=sys.stderr)
+    for line in _lines(terminal):
+        try:
+            if line.startswith("/"):
+                if _command(line, conversation):
+                    break
+            elif line.strip():
+                turns.append(_turn(conversation, tokenizer, line, show=not options.json))
+        except UserError as error:
+            if not terminal:
+                raise
+            print(f"kvq: {error}", file=sys.stderr)
+    if options.json:
+        print_json({"model": options.model, "cache": str(options.cache), "capacity": capacity, "turns": turns})
+
+
+def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:
+    """Check all that needs no weights."""
+    sampling = inputs.checked_sampling(options)
+    config = inputs.read_config(options.model, options.cache)
+    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    tokenizer = inputs.need_tokenizer(options.model, "read what is said")
+    opening = [] if options.system is None else [{"role": "system", "content": options.system}]
+    inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
+    capacity = options.capacity or min(MOST_CAPACITY, config.max_position_embeddings)
+    if capacity > config.max_position_embeddings:
+        warn(f"{capacity} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+    layout = kvq.layout(options.cache, config, 1, capacity, options.dtype)
+    inputs.check_memory(layout)
+    with input_errors():
+        decoding.implementations(layout, options.implementation)
+    return AnswerSettings(options.max_new_tokens, sampling, options.seed, options.implementation), tokenizer, capacity
+
+
+def _lines(terminal: bool) -> Iterator[str]:
+    """Yield what the user types, or the lines of a pipe, until the end."""
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then has a history and can be edited)
+    while True:
+        try:
+            line = _typed() if terminal else sys.stdin.readline()
+        except EOFError:
+            line = ""
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print("\nkvq: /quit or Ctrl-D leaves", file=sys.stderr)
+            continue
+        except UnicodeDecodeError as error:
+            raise UserError(f"what was typed is not UTF-8 text: {error}") from error
+        if not line:
+            return
+        yield line.rstrip("\r\n")
+
+
+def _typed() -> str:
+    """Return a line from the terminal, after a prompt that never becomes a part of the output."""
+    if sys.stdout.isatty():
+        return input(PROMPT) + "\n"
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
+def _command(line: str, conversation: Conversation) -> bool:
+    """Do what a line that starts with / asks for; return True where that is to leave."""
+    match line.strip():
+        case "/quit":
+            return True
+        case "/help":
+            print(COMMANDS, file=sys.stderr)
+        case "/reset":
+            conversation.reset()
+            print("kvq: a new conversation", file=sys.stderr)
+        case other:
+            raise UserError(f"{other.split()[0]} is no command; /help lists them")
+    return False
+
+
+def _turn(conversation: Conversation, tokenizer: Any, message: str, *, show: bool) -> dict[str, Any]:
+    """Answer a message; with `show`, print the answer as it comes, and the line about the cache."""
+    turn = conversation.turn(message)
+    again = len(conversation.ids) - turn.kept
+    if again:
+        warn(f"the chat template rewrites what was said: the last {again} tokens of the cache are dropped and read again")
+    continuation = Continuation(tokenizer, [*conversation.ids[: turn.kept], *turn.tokens])
+    ids: list[int] = []
+    with _interruptible() as stopped:
+        if conversation.needs_compiling(turn):
+            with progress("compiling"):
+                conversation.prepare(turn)
+        for ids in conversation.answer(turn, stopped):
+            if show:
+                print(continuation.push(ids), end="", flush=True)
+    held = holds(conversation)
+    if show:
+        print(continuation.push(ids, last=True))
+        print(cache_line(held) + _NOTES[conversation.finish])
+    return {
+        "user": message,
+        "answer": conversation.messages[-1]["content"],
+        "prefilled_tokens": len(turn.tokens),
+        "new_tokens": len(ids),
+        "finish": conversation.finish,
+        "holds": held,
+    }
+
+
+_NOTES = {
+    "ended": "",
+    "max-new-tokens": " (the answer stopped at --max-new-tokens)",
+    "full": " (the cache is full: /reset starts a new conversation)",
+    "stopped": " (stopped)",
+}
+
+
+def holds(conversation: Conversation) -> dict[str, Any]:
+    """Return what the cache holds: tokens, and the bytes that a cache of this spec and a bf16 cache need for them."""
+    cache, tokens = conversation.cache, int(conversation.cache.lengths[0])
+    exact = kvq.layout(cache.spec, cache.dims, 1, max(tokens, 1), cache.dtype)
+    quantized = kvq.quantized_tokens(cache, tokens)
+    return {
+        "cache": str(cache.spec),
+        "tokens": tokens,
+        "capacity": cache.capacity,
+        "quantized_tokens": quantized,
+        "full_precision_tokens": tokens - quantized,
+        "bytes": kvq.nbytes(exact),
+        "bf16_bytes": kvq.dense_nbytes(cache.dims, 1, max(tokens, 1)),
+        "reserved_bytes": kvq.nbytes(cache),
+    }
+
+
+def cache_line(held: dict[str, Any]) -> str:
+    """Return what the cache holds as one line."""
+    return (
+        f"[cache {held['cache']}: {held['tokens']} of {held['capacity']} tokens, {held['full_precision_tokens']} in full precision, "
+        f"{held['quantized_tokens']} quantized; {format_bytes(held['bytes'])}, in bf16 {format_bytes(held['bf16_bytes'])}, "
+        f"ratio {held['bf16_bytes'] / held['bytes']:.2f}]"
+    )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed: an answer stops between segments, with its cache whole. Pressed again, it
+    interrupts as usual."""
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed.is_set
+        return
+    previous = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,194 @@
+"""A conversation on one cache: every turn adds its own tokens, and what was said before is read from the cache.
+
+The cache, the ids of the tokens that it holds and the text that they spell go together. They change at the ends of segments of a few
+generated tokens, where an answer can be stopped; so what was shown of it is what the cache holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvq_jax as kvq
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.cache import Cache
+from kvq_models.inference import generation
+from kvq_models.inference.generation import STREAM_STEPS, GenerationState
+from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.model import Llama
+from kvq_tools.cli.console import UserError
+from kvq_tools.cli.inputs import encode_rendered, render_chat
+from kvq_tools.cli.timed import compile_generation
+
+SHORTEST_PREFILL = 32  # tokens; a turn's are padded to a power of two from here on, so that few programs are compiled
+
+Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
+
+
+_trim = jax.jit(kvq.trim)
+
+
+class CacheFull(UserError):
+    """A turn that the cache has no room for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a user's message does to the cache: `kept` of its tokens stay, `tokens` come after them. Both together spell `text`, which is
+    `messages` in the chat template."""
+
+    messages: tuple[dict[str, str], ...]
+    kept: int
+    tokens: list[int]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerSettings:
+    """How answers are generated."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    implementation: Implementation
+
+
+class Conversation:
+    """A conversation. `cache` holds the tokens `ids`; `finish` says why the last answer ended."""
+
+    def __init__(
+        self, llama: Llama, tokenizer: Any, new_cache: Callable[[], Cache], settings: AnswerSettings, system: str | None = None
+    ) -> None:
+        self._llama, self._tokenizer, self._new_cache, self._settings = llama, tokenizer, new_cache, settings
+        self._opening: tuple[dict[str, str], ...] = () if system is None else ({"role": "system", "content": system},)
+        self._compiled: set[tuple[int, int]] = set()
+        self._answers = 0
+        self.finish: Finish = "ended"
+        self.cache = new_cache()
+        self._forget()
+
+    def reset(self) -> None:
+        """Forget everything that was said."""
+        self.cache = self._new_cache()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.messages = self._opening
+        self.ids: list[int] = []
+        self._text = ""
+
+    def turn(self, message: str) -> Turn:
+        """Return what a message will add. Nothing changes. Raises CacheFull where it leaves no room for an answer, UserError where the
+        template fails.
+
+        The conversation is rendered as a whole. Its tokens begin with those in the cache, or its text with theirs where a tokenizer would
+        have cut an answer otherwise than the model did. Some templates rewrite what was said (they strip spaces, or drop an answer's
+        reasoning): then only the tokens before the first difference are kept.
+        """
+        messages = (*self.messages, {"role": "user", "content": message})
+        text = render_chat(self._tokenizer, list(messages))
+        ids, kept = encode_rendered(self._tokenizer, text), len(self.ids)
+        if ids[:kept] == self.ids:
+            new = ids[kept:]
+        elif text.startswith(self._text):
+            new = encode_rendered(self._tokenizer, text[len(self._text) :])
+        else:
+            kept = _common(self.ids, ids)
+            new = ids[kept:]
+        if not new:
+            raise UserError("the chat template adds nothing for this message")
+        if kept + len(new) >= self.cache.capacity:
+            raise CacheFull(
+                f"the cache has {self.cache.capacity} tokens, of which {kept} are in use, and this message takes {len(new)}: "
+                "/reset starts a new conversation, --capacity makes room for longer ones"
+            )
+        return Turn(messages, kept, new, text)
+
+    def needs_compiling(self, turn: Turn) -> bool:
+        """Return True for a turn whose programs `prepare` will compile: the first one, longer ones, and those near the cache's end."""
+        return self._shape(turn) not in self._compiled
+
+    def prepare(self, turn: Turn) -> None:
+        """Compile the programs that the answer to a turn will run."""
+        settings, (tokens, lengths) = self._settings, self._padded(turn)
+        generated = (self._budget(turn), settings.sampling, self._eos_ids, settings.implementation)
+        compile_generation(self._llama, self.cache, tokens, lengths, *generated)
+        self._compiled.add(self._shape(turn))
+
+    def answer(self, turn: Turn, stopped: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
+        """Add a turn's tokens, generate the answer, and yield its tokens so far after each segment; `stopped` is asked between segments.
+
+        After each segment the conversation holds what was yielded, an end-of-turn token included.
+        """
+        settings, budget = self._settings, self._budget(turn)
+        if turn.kept < len(self.ids):
+            self._shorten(turn.kept)
+        tokens, lengths = self._padded(turn)
+        key = jax.random.fold_in(jax.random.key(settings.seed), self._answers)
+        self._answers += 1
+        before = [*self.ids, *turn.tokens]
+        state = generation.start(self._llama, self.cache, tokens, lengths, budget, settings.sampling, settings.implementation)
+        answer = self._hold(state, turn, before)
+        while not (self._ended(answer) or len(answer) == budget or stopped()):
+            until = jnp.int32(min(len(answer) + STREAM_STEPS, budget))
+            state = generation.advance(self._llama, state, key, until, settings.sampling, self._eos_ids, settings.implementation)
+            answer = self._hold(state, turn, before)
+            yield answer
+        if self._ended(answer):
+            self.finish = "ended"
+        elif len(answer) == settings.max_new_tokens:
+            self.finish = "max-new-tokens"
+        else:
+            self.finish = "full" if len(answer) == budget else "stopped"
+
+    def _hold(self, state: GenerationState, turn: Turn, before: list[int]) -> list[int]:
+        """Take over the cache after a segment, with its tokens and text, and return the answer's tokens."""
+        answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
+        said = self._decode(answer[:-1] if self._ended(answer) else answer, skip_special_tokens=True)
+        self.cache, self.ids = state.cache, before + answer
+        self._text = turn.text + self._decode(answer, skip_special_tokens=False)
+        self.messages = (*turn.messages, {"role": "assistant", "content": said})
+        return answer
+
+    def _shorten(self, kept: int) -> None:
+        """Drop the newest tokens. What returns from the quantized body keeps the value that attention saw (`kvq.trim`)."""
+        if kept:
+            self.cache = _trim(self.cache, jnp.asarray([kept]), parameters_for(self._llama, self.cache.spec))
+        else:
+            self.cache = self._new_cache()
+        self.ids = self.ids[:kept]
+
+    @property
+    def _eos_ids(self) -> tuple[int, ...]:
+        return self._llama.config.eos_token_ids
+
+    def _ended(self, answer: list[int]) -> bool:
+        return bool(answer) and answer[-1] in self._eos_ids
+
+    def _budget(self, turn: Turn) -> int:
+        """Return how many tokens the answer may have."""
+        return min(self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens))
+
+    def _shape(self, turn: Turn) -> tuple[int, int]:
+        width = max(SHORTEST_PREFILL, 1 << (len(turn.tokens) - 1).bit_length())
+        return min(width, self.cache.capacity), self._budget(turn)
+
+    def _padded(self, turn: Turn) -> tuple[jax.Array, jax.Array]:
+        row = np.zeros((1, self._shape(turn)[0]), np.int32)
+        row[0, : len(turn.tokens)] = turn.tokens
+        return jnp.asarray(row), jnp.asarray([len(turn.tokens)], jnp.int32)
+
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """Return how many tokens two lists have in common from the start; at most all but the last of `second`."""
+    same = (a == b for a, b in zip(first, second[:-1], strict=False))
+    return next((i for i, equal in enumerate(same) if not equal), min(len(first), max(len(second) - 1, 0)))

@@ -1,0 +1,295 @@
+"""`kvq chat`: one cache that always holds the conversation, token for token, however turns end."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import EMBEDDED, Sampling, decode_step, load_llama, prefill
+from kvq_tools.cli import inputs
+from kvq_tools.cli.commands import chat
+from kvq_tools.cli.console import UserError
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.conversation import AnswerSettings, CacheFull, Conversation
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error
+
+CACHES = ("dense", "kivi:bits=2,recent=8,block=8", "innerq:bits=2,sink=4,recent=8,block=8")
+CACHE = CACHES[1]
+NEW = 12  # tokens of an answer: one segment, and a part of another
+WIDTH = 128  # tokens of every prefill of a replay; those of `kvq chat` are as wide as they must be
+STEP, TRIM = jax.jit(decode_step), jax.jit(kvq.trim)
+SAID = ("the cat is", "the dog", "the key of the key is seven")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}END{% else %}|{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+REWRITING = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'assistant' %}gone{% else %}{{ m.content }}{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def loaded(model):
+    return load_llama(model, dtype="float32")
+
+
+def conversation(loaded, spec=CACHE, *, template=TEMPLATE, end="|", capacity=256, new=NEW, system=None, llama=None):
+    own, tokenizer = loaded
+    own = llama or own
+    tokenizer.chat_template = template.replace("END", end)
+    settings = AnswerSettings(new, Sampling(), 0, None)
+    return Conversation(own, tokenizer, lambda: kvq.init_cache(spec, own.config, 1, capacity, "float32"), settings, system)
+
+
+def said(talk, message, **options):
+    """Say something; return (the turn, the tokens of the answer)."""
+    turn = talk.turn(message)
+    answers = list(talk.answer(turn, **options))
+    return turn, (answers[-1] if answers else [])
+
+
+def replayed(llama, spec, steps, capacity=256):
+    """A fresh cache that is fed with the same steps: what a turn keeps, its tokens in one prefill, the answer token by token."""
+    cache = kvq.init_cache(spec, llama.config, 1, capacity, "float32")
+    for turn, answer in steps:
+        if turn.kept < int(cache.lengths[0]):
+            cache = TRIM(cache, jnp.asarray([turn.kept]))
+        row = np.zeros((1, WIDTH), np.int32)
+        row[0, : len(turn.tokens)] = turn.tokens
+        _, cache = prefill(llama, cache, row, np.asarray([len(turn.tokens)]))
+        for token in answer:
+            _, cache = STEP(llama, cache, jnp.asarray([token]))
+    return cache
+
+
+def next_logits(llama, cache):
+    return np.asarray(STEP(llama, cache, jnp.asarray([5]))[0])
+
+
+def assert_holds(talk, llama, spec, steps):
+    """The cache holds the tokens of the conversation, and reads as a fresh one that was fed with them."""
+    assert int(talk.cache.lengths[0]) == len(talk.ids)
+    kept = []
+    for turn, answer in steps:
+        kept = [*kept[: turn.kept], *turn.tokens, *answer]
+    assert talk.ids == kept
+    want = next_logits(llama, replayed(llama, spec, steps))
+    np.testing.assert_allclose(next_logits(llama, talk.cache), want, rtol=1e-4, atol=1e-4)
+    turn, answer = steps[-1]
+    other = [*steps[:-1], (turn, [*answer[:-1], (answer[-1] + 1) % 300])]
+    assert np.abs(next_logits(llama, replayed(llama, spec, other)) - want).max() > 1e-2, "one other token must show"
+
+
+@pytest.mark.parametrize("spec", CACHES)
+def test_turns_add_their_own_tokens_to_one_cache(loaded, spec):
+    llama, tokenizer = loaded
+    talk = conversation(loaded, spec)
+    steps = [said(talk, message) for message in SAID]
+    assert [turn.kept for turn, _ in steps] == [0, *(sum(len(t.tokens) + len(a) for t, a in steps[:n]) for n in (1, 2))]
+    assert all(len(answer) == NEW for _, answer in steps)
+    assert_holds(talk, llama, spec, steps)
+    rendered = inputs.render_chat(tokenizer, list(talk.messages))
+    assert rendered.startswith(tokenizer.decode(talk.ids)), "the template goes on from what is in the cache"
+    for message in SAID:
+        assert rendered.count(f"<user>{message}|") == 1
+
+
+def test_the_token_that_ends_an_answer_stays_in_the_cache_and_is_not_written_again(loaded, model, tmp_path):
+    _, tokenizer = loaded
+    _, free = said(conversation(loaded), SAID[0])
+    end = next(token for token in free[2:] if re.fullmatch(r" ?\w+", tokenizer.decode([token]), re.ASCII))
+    shutil.copytree(model, tmp_path / "ending")
+    (tmp_path / "ending" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    llama, _ = load_llama(tmp_path / "ending", dtype="float32")
+    talk = conversation(loaded, end=tokenizer.decode([end]), llama=llama)
+    steps = [said(talk, SAID[0])]
+    answer = steps[0][1]
+    assert answer == free[: free.index(end) + 1]
+    assert talk.finish == "ended"
+    assert talk.messages[-1]["content"] == tokenizer.decode(answer[:-1])
+    steps.append(said(talk, SAID[1]))
+    assert steps[1][0].kept == len(steps[0][0].tokens) + len(answer), "nothing is dropped, the ending token included"
+    assert not tokenizer.decode(steps[1][0].tokens).startswith(tokenizer.decode([end])), "the template's own end is there already"
+    assert_holds(talk, llama, CACHE, steps)
+
+
+def test_a_template_that_rewrites_what_was_said_keeps_what_is_left_of_it(loaded):
+    llama, tokenizer = loaded
+    talk = conversation(loaded, template=REWRITING)
+    steps = [said(talk, SAID[0]), said(talk, SAID[1])]
+    first = len(steps[0][0].tokens)
+    assert 0 < steps[1][0].kept <= first, "the answer went, what came before it stayed"
+    assert tokenizer.decode(talk.ids).startswith(f"<user>{SAID[0]}|<assistant>gone|<user>{SAID[1]}|<assistant>")
+    assert_holds(talk, llama, CACHE, steps)
+
+
+def test_an_answer_can_be_stopped_and_the_conversation_goes_on_from_what_was_shown(loaded):
+    llama, tokenizer = loaded
+    talk, segments = conversation(loaded, new=40), iter([False, True])
+    turn = talk.turn(SAID[0])
+    (shown,) = talk.answer(turn, stopped=lambda: next(segments))
+    assert talk.finish == "stopped"
+    assert 0 < len(shown) < 40
+    assert talk.ids == [*turn.tokens, *shown]
+    assert talk.messages[-1]["content"] == tokenizer.decode(shown)
+    silent = said(talk, SAID[1], stopped=lambda: True)
+    assert silent[1] == [], "stopped before the first token"
+    assert talk.messages[-1] == {"role": "assistant", "content": ""}
+    steps = [(turn, shown), silent, said(talk, SAID[2], stopped=lambda: False)]
+    assert tokenizer.decode(steps[2][0].tokens) == f"|<user>{SAID[2]}|<assistant>", "the answer that never came gets its end"
+    assert_holds(talk, llama, CACHE, steps)
+
+
+def test_a_full_cache_takes_no_more_and_loses_nothing(loaded):
+    talk = conversation(loaded, capacity=64, new=64)
+    said(talk, SAID[0])
+    assert talk.finish == "full"
+    assert int(talk.cache.lengths[0]) == 64
+    held, messages = list(talk.ids), talk.messages
+    with pytest.raises(CacheFull, match=r"the cache has 64 tokens, of which 64 are in use, .*/reset"):
+        talk.turn(SAID[1])
+    assert (talk.ids, talk.messages, int(talk.cache.lengths[0])) == (held, messages, 64)
+    talk.reset()
+    assert (talk.ids, talk.messages, int(talk.cache.lengths[0])) == ([], (), 0)
+    _, again = said(talk, SAID[0])
+    assert again == held[-len(again) :], "a new conversation knows nothing of the old one"
+
+
+def test_a_system_message_opens_every_conversation(loaded):
+    _, tokenizer = loaded
+    talk = conversation(loaded, system="be kind")
+    for _ in range(2):
+        turn, _ = said(talk, SAID[0])
+        assert tokenizer.decode(turn.tokens).startswith(f"<system>be kind|<user>{SAID[0]}|<assistant>")
+        talk.reset()
+
+
+# --- the command --------------------------------------------------------------------------------------------------------------------------
+
+
+class Typed(io.StringIO):
+    """What is typed in a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def talking(model, tmp_path, run, monkeypatch):
+    """talk(text, *arguments): `kvq chat` with that text on its stdin, from a pipe or, for Typed, a terminal."""
+    directory = tmp_path / "talking"
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("END", "|"))
+
+    def talk(typed, *arguments):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed) if isinstance(typed, str) else typed)
+        return run("chat", directory, "--cache", CACHE, "--dtype", "float32", "--max-new-tokens", NEW, *arguments)
+
+    return talk
+
+
+def test_a_piped_conversation_prints_each_answer_and_what_the_cache_holds(talking, loaded):
+    code, out, err = talking(f"{SAID[0]}\n\n{SAID[1]}\n")
+    assert code == 0, err
+    code, found, _ = talking(f"{SAID[0]}\n\n{SAID[1]}\n", "--json")
+    turns = json.loads(found)["turns"]
+    assert [turn["user"] for turn in turns] == list(SAID[:2]), "an empty line says nothing"
+    lines = re.findall(
+        r"^\[cache .*?: (\d+) of 256 tokens, (\d+) in full precision, (\d+) quantized; .*, ratio ([\d.]+)\].*$", out, re.MULTILINE
+    )
+    assert len(lines) == 2
+    llama, _ = loaded
+    before = 0
+    for turn, (tokens, exact, quantized, ratio) in zip(turns, lines, strict=True):
+        held = turn["holds"]
+        assert held["tokens"] == before + turn["prefilled_tokens"] + turn["new_tokens"] == int(tokens)
+        assert held["full_precision_tokens"] + held["quantized_tokens"] == held["tokens"] == int(exact) + int(quantized)
+        assert held["bytes"] == kvq.nbytes(kvq.init_cache(CACHE, llama.config, 1, held["tokens"], "float32"))
+        assert held["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, held["tokens"])
+        assert float(ratio) == pytest.approx(held["bf16_bytes"] / held["bytes"], abs=0.01)
+        assert turn["finish"] == "max-new-tokens"
+        before = held["tokens"]
+    assert before > 16, "windows are small: some tokens are quantized"
+    assert turns[1]["holds"]["quantized_tokens"] > 0
+
+
+def test_in_a_terminal_mistakes_are_lines_and_the_conversation_goes_on(talking):
+    code, out, err = talking(Typed(f"/what\n/help\n{SAID[0]}\n/reset\n{SAID[0]}\n/quit\n{SAID[1]}\n"))
+    assert code == 0
+    assert "kvq: /what is no command; /help lists them" in err
+    assert "Ctrl-C" in err
+    first, second = re.findall(r"^\[cache .*$", out, re.MULTILINE)
+    assert first == second, "after /reset the same words find the same cache; after /quit nothing is read"
+    assert out.count(first) == 2
+
+
+def test_ctrl_c_stops_an_answer_and_the_next_turn_works(talking, monkeypatch):
+    push, presses = Continuation.push, iter([True])
+
+    def pressing(self, ids, **options):
+        if next(presses, False):
+            signal.raise_signal(signal.SIGINT)
+        return push(self, ids, **options)
+
+    monkeypatch.setattr(Continuation, "push", pressing)
+    handler = signal.getsignal(signal.SIGINT)
+    code, out, _ = talking(Typed(f"{SAID[0]}\n{SAID[1]}\n"), "--max-new-tokens", 24)
+    assert code == 0
+    first, second = re.findall(r"^\[cache .*$", out, re.MULTILINE)
+    assert first.endswith("(stopped)")
+    assert second.endswith("(the answer stopped at --max-new-tokens)")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_a_full_cache_is_one_line_in_a_terminal_and_an_error_in_a_pipe(talking):
+    text = f"{SAID[0]}\n{SAID[1]}\n"
+    code, out, err = talking(Typed(text), "--capacity", 40, "--max-new-tokens", 40)
+    assert code == 0
+    assert "(the cache is full: /reset starts a new conversation)" in out
+    assert "kvq: the cache has 40 tokens, of which 40 are in use" in err
+    code, _, err = talking(text, "--capacity", 40, "--max-new-tokens", 40)
+    assert code == 2
+    assert "kvq: error: the cache has 40 tokens" in err
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
+    tokenizer = inputs.load_tokenizer(str(model))
+    evil = "a\x1b]0;title\x07b\x9b31m\rc\n\td\x00\x7f"
+    ids = tokenizer(evil, add_special_tokens=False).input_ids
+    stream = Continuation(tokenizer, [1])
+    shown = "".join(stream.push(ids[:n]) for n in range(1, len(ids) + 1)) + stream.push(ids, last=True)
+    assert shown == "a]0;titleb31mc\n\td"
+    assert stream.text(ids) == evil, "what is not shown keeps them"
+
+
+BAD = {
+    "no chat template": (("{model}",), "has no chat template"),
+    "the embedded model": ((str(EMBEDDED),), "has no chat template"),
+    "no tokenizer": (("{bare}",), "has no tokenizer"),
+    "bad temperature": (("{model}", "--temperature=-1"), "temperature=-1.0"),
+    "unknown method": (("{model}", "--cache", "kivy"), "methods: dense"),
+    "a cache that needs a calibration": (("{model}", "--cache", "kvquant:bits=2"), "needs a calibration"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, bare, run, monkeypatch):
+    def stop(*_, **__):
+        raise ValueError("weights were read")
+
+    monkeypatch.setattr(chat, "load_llama", stop)
+    arguments, message = BAD[case]
+    assert_one_line_error(run("chat", *(a.format(model=model, bare=bare) for a in arguments)), message)
+
+
+def test_a_template_that_refuses_a_system_message_is_one_line(loaded):
+    talk = conversation(loaded, template="{{ raise_exception('no system messages') }}")
+    with pytest.raises(UserError, match="chat template fails: no system messages"):
+        talk.turn("hello")
