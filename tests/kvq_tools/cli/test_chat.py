@@ -36,8 +36,18 @@ REWRITING = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'assistant' %}g
 
 
 @pytest.fixture(scope="module")
-def loaded(model):
-    return load_llama(model, dtype="float32")
+def endless(model, tmp_path_factory):
+    """The model without an end-of-sequence token: its answers end where a test wants them to."""
+    directory = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(model, directory)
+    fields = json.loads((model / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(fields | {"eos_token_id": None}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def loaded(endless):
+    return load_llama(endless, dtype="float32")
 
 
 def conversation(loaded, spec=CACHE, *, template=TEMPLATE, end="|", capacity=256, new=NEW, system=None, llama=None):
@@ -182,10 +192,10 @@ class Typed(io.StringIO):
 
 
 @pytest.fixture
-def talking(model, tmp_path, run, monkeypatch):
+def talking(endless, tmp_path, run, monkeypatch):
     """talk(text, *arguments): `kvq chat` with that text on its stdin, from a pipe or, for Typed, a terminal."""
     directory = tmp_path / "talking"
-    shutil.copytree(model, directory)
+    shutil.copytree(endless, directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("END", "|"))
 
     def talk(typed, *arguments):
@@ -275,7 +285,7 @@ BAD = {
     "no tokenizer": (("{bare}",), "has no tokenizer"),
     "bad temperature": (("{model}", "--temperature=-1"), "temperature=-1.0"),
     "unknown method": (("{model}", "--cache", "kivy"), "methods: dense"),
-    "a cache that needs a calibration": (("{model}", "--cache", "kvquant:bits=2"), "needs a calibration"),
+    "a cache that needs a calibration": (("{model}", "--cache", "kvquant:bits=2,outliers=0.0625"), "needs a calibration"),
 }
 
 
