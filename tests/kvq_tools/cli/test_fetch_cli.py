@@ -119,4 +119,4 @@ def test_an_interrupted_fetch_says_that_it_can_go_on(index, run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvq_tools.cli.commands.fetch.fetch", interrupt)
-    assert run("fetch", "tiny") == (130, "", "kvq: interrupted, the same command goes on from the bytes that are here\n")
+    assert run("fetch", "tiny") == (130, "", "kvq: interrupted: the same command goes on from the bytes that are here\n")
