@@ -19,7 +19,7 @@ from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport
-from benchmarks.quality import key_bias, layer_similarity, squat_subspace_report
+from benchmarks.quality import key_bias, layer_similarity, long_context_report, squat_subspace_report
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -53,6 +53,12 @@ KINDS = (
     Kind("instructions", machine_code.Instructions, machine_code.page, _always("machine instructions for each cached element")),
     Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
     Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),
+    Kind(
+        "long_context*",
+        long_context_report.LongContextReport,
+        long_context_report.page,
+        _always("accuracy of answers about long texts, read through the real cache"),
+    ),
     Kind(
         "squat_subspace*",
         squat_subspace_report.SubspaceReport,

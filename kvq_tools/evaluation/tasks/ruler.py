@@ -209,7 +209,8 @@ def frequent_words(length: int, rng: np.random.Generator) -> Puzzle:
 
 def _shuffled(words: Sequence[str], places: Float[np.ndarray, " most"]) -> list[str]:
     """Order words by the places of the first, the second, ...: the same words in the same order whatever else is drawn."""
-    return [words[i] for i in np.argsort(places[: len(words)])]
+    order: list[int] = np.argsort(places[: len(words)]).tolist()
+    return [words[i] for i in order]
 
 
 def _letters(alphabet: str, count: int, rng: np.random.Generator) -> str:
