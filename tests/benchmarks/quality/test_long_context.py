@@ -19,7 +19,7 @@ SMALL = ["--tasks", "passkey", "single_1", "--lengths", "320", "--count=2", "--b
 
 
 def arguments(file, *more):
-    return [*SMALL, f"--json={file}", "--caches", "kivi:bits=4,recent=32,block=32", "int2", *more]
+    return [*SMALL, f"--json={file}", "--caches", "kivi:bits=4,recent=32", "int2", *more]
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def report(file):
 
 def test_scores_are_those_of_the_samples_and_tell_good_caches_from_bad_ones(report):
     exact, kivi, coarse = (report.found(size.cache, 320) for size in report.caches)
-    assert [size.cache for size in report.caches] == [FULL_PRECISION, "kivi:bits=4,recent=32,block=32", "int2"]
+    assert [size.cache for size in report.caches] == [FULL_PRECISION, "kivi:bits=4,recent=32", "int2"]
     assert exact["passkey"].scores == kivi["passkey"].scores == (1.0, 1.0)
-    assert coarse["passkey"].scores == (0.0, 0.0)
+    assert coarse["passkey"].accuracy < 1
     assert 16 > report.caches[1].stored_bits > report.caches[2].stored_bits
 
 
@@ -51,9 +51,7 @@ def test_what_full_precision_cannot_do_is_not_asked_of_others(report):
 
 def test_a_complete_run_leaves_its_report_and_its_command_names_no_folder(report, file):
     assert list(file.parent.iterdir()) == [file]
-    assert report.command.startswith(
-        "python -m benchmarks.quality.long_context --caches kivi:bits=4,recent=32,block=32 int2 --tasks passkey"
-    )
+    assert report.command.startswith("python -m benchmarks.quality.long_context --caches kivi:bits=4,recent=32 int2 --tasks passkey")
     assert report.command.endswith(f"--json {file.name}")
     assert str(file.parent) not in report.command
 
