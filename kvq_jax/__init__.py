@@ -11,6 +11,7 @@ cache = kvq.finish(step)
 
 from kvq_jax.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
 from kvq_jax.cache.accounting import (
+    OutlierTotals,
     bits_per_element,
     body_bits_per_element,
     components,
@@ -43,6 +44,7 @@ __all__ = [
     "LayerInputs",
     "LayerWeights",
     "ModelDims",
+    "OutlierTotals",
     "Rope",
     "Step",
     "__version__",

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.report import KernelReport, measure
 from benchmarks.machine_code.target import Target
-from kvq_jax.arrays import grouped_array
+from kvq_jax.arrays import grouped_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
+from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
+from kvq_jax.methods.kvquant.method import KVQuant
 from pallas_kernels.decode_attention import matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import TUNING, tuning_for
@@ -95,17 +97,19 @@ def _uniform(format: GroupFormat | None, channels: int) -> Stored:
     return reader, stored, 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
 
 
-def _tables(bits: int, channels: int, group: ChannelGroup | None, slots: int = 0, pre_rope: bool = False) -> Stored:
+def _tables(bits: int, channels: int, group: ChannelGroup | None, pool: Pool | None = None, pre_rope: bool = False) -> Stored:
     """Return codes of a codebook, as `kernel_readers.nonuniform` describes them; arrays that all tokens share are not counted as stored."""
     layout = plane_layout(bits, channels, 32)
-    reader = nonuniform(layout, group, slots=slots, pre_rope=pre_rope)
+    reader = nonuniform(layout, group, pool=pool.tokens if pool else 0, pre_rope=pre_rope)
     assert isinstance(reader, Reader), reader
     words = [(BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(b)) for b in layout.sets]
     shapes: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.int16) for shape in words]
     shapes.append(((1 << bits,), jnp.float32))
     wide = None if group is None else BodySpec(group.axes(BATCH, KV_HEADS, TOKENS, channels), "float16")
     shapes += 2 * [((KV_HEADS, channels), jnp.float32) if wide is None else (wide.shape, wide.struct.dtype)]
-    shapes += [((BATCH, slots, TOKENS), jnp.uint16)] * 2 if slots else []
+    if pool is not None:
+        outliers = dataclasses.replace(sparse_outliers.specs(BATCH, KV_HEADS, TOKENS, pool, "float16"), dropped=None)  # kernels do not read
+        shapes += [(leaf.shape, leaf.struct.dtype) for leaf in jax.tree.leaves(outliers)]
     stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes if len(shape) > 2)
     shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
     structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -169,8 +173,12 @@ def _kivi_before_rope(arithmetic: Arithmetic, **limits: Any) -> Case:
 
 def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits: Any) -> Case:
     """Return KVQuant's case: keys with scales of channels, values with scales of whole tokens; outliers as its paper counts them."""
-    slots = 2 * (1 + int((KV_HEADS * channels - 1) * percent / 200)) if percent else 0
-    k, v = _tables(bits, channels, None, slots, pre_rope), _tables(bits, channels, ChannelGroup(KV_HEADS, channels), slots)
+    pools: tuple[Pool | None, ...] = None, None
+    if percent:
+        slots = 2 * outliers_per_side(percent / 100, KV_HEADS * channels)
+        pools = pool_of(32, slots * KVQuant().slots, channels, True), pool_of(32, slots, channels, False)
+    k = _tables(bits, channels, None, pools[0], pre_rope)
+    v = _tables(bits, channels, ChannelGroup(KV_HEADS, channels), pools[1])
     name = f"nuq{bits}{f'-{percent}%' if percent else ''}, {'before' if pre_rope else 'after'} RoPE"
     return _attention(name, k, v, channels, **limits)
 

@@ -25,7 +25,7 @@ import kvq_jax as kvq
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.long_context_report import FULL_PRECISION, CacheSize, Cell, LongContextReport
 from benchmarks.quality.report import Text
-from benchmarks.report_file import commit, from_json, header
+from benchmarks.report_file import COMMIT, from_json, header
 from kvq_models import EMBEDDED, Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
@@ -141,7 +141,7 @@ class Bench:
         samples = self.samples[task, length]
         found = runner.run(model, kvq.parse(cache), task_of(task), samples, self.prompts, batch=self.options.batch)
         scores = [answer.scores["accuracy"] for answer in sorted(found, key=lambda answer: answer.index)]
-        return Cell(cache, task, length, tuple(scores), commit())
+        return Cell(cache, task, length, tuple(scores), COMMIT)
 
     def cell(self, cache: str, task: str, length: int) -> Cell:
         return from_json(Cell, self.journal.rows[_key(cache, task, length)])

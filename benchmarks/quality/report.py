@@ -13,9 +13,9 @@ from kvq_tools.evaluation.results import exp
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """The numbers of one cache on one variant of the model. Bits are of a body element: as stored, and by the KVQuant paper's rule (None
-    where it says nothing). cache_bytes are those of one window, full-precision tokens included. dropped: the share of each side's
-    outliers without a slot, empty where there are none. window_nats, window_kl: the means of each window, in the text's order; nats and kl are theirs. commit:
-    the state of the code that measured it."""
+    where it says nothing). cache_bytes are those of one window, full-precision tokens included. dropped: the share of each side's outliers
+    without a slot, empty where there are none. window_nats, window_kl: the means of each window, in the text's order; nats and kl are
+    theirs. commit: the state of the code that measured it."""
 
     stored_bits: float
     paper_bits: float | None

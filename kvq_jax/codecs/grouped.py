@@ -36,7 +36,7 @@ class GroupedCodec(Codec):
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return side_rows(inputs, self.side, self.pre_rope)
 
-    def body(self, batch: int, heads: int, tokens: int) -> GroupedArray:
+    def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return grouped_array.specs(self.format, batch, heads, tokens)
 
     def outlier_slots(self, heads: int) -> int:
