@@ -179,6 +179,8 @@ def test_finite_garbage_in_unused_capacity_changes_nothing(case: MethodCase):
     def garbage(leaf):
         if leaf.dtype == jnp.uint16:  # the bits of a bfloat16
             return lax.bitcast_convert_type(jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.bfloat16), jnp.uint16)
+        if leaf.dtype == jnp.int32:  # the bits of a float32, or of signs
+            return lax.bitcast_convert_type(jnp.asarray(1e4 * rng.normal(size=leaf.shape), jnp.float32), jnp.int32)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.asarray(rng.integers(-(2**15), 2**15, leaf.shape), leaf.dtype)
         return jnp.asarray(1e4 * rng.normal(size=leaf.shape), leaf.dtype)
