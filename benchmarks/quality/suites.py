@@ -10,7 +10,8 @@ from benchmarks.quality.tables.innerq import innerq
 from benchmarks.quality.tables.kvquant import kvquant
 from benchmarks.quality.tables.polarquant import polarquant
 from benchmarks.quality.tables.squat import squat, squat_kivi
-from benchmarks.quality.tables.xquant import xquant
+from benchmarks.quality.tables.squat_polarquant import squat_polarquant, squat_queries
+from benchmarks.quality.tables.xquant import xquant, xquant_shared
 
 SUITES: dict[str, Callable[[], Suite]] = {
     "innerq": innerq,
@@ -20,5 +21,8 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "polarquant": polarquant,
     "xquant": lambda: xquant("Quality of XQuant, KV heads shared", "4:4 3:3 2:2", (3,)),
     "xquant_mha": lambda: xquant("Quality of XQuant, a KV head for each query head", "8:4 4:2 3:2 2:2", (1, 2)),
+    "xquant_shared": xquant_shared,
+    "squat_polarquant": squat_polarquant,
+    "squat_queries": squat_queries,
     "equal_bits": equal_bits,
 }
