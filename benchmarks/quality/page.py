@@ -91,7 +91,7 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
     ]
     against = next((row for row in rows if row.cells == report.against.get(title)), None)
     if against is not None:
-        columns.append((f"over that of {against.cells[0]}", lambda row: _ratio(row, against)))
+        columns.append((f"over that of {' '.join(against.cells)}", lambda row: _ratio(row, against)))
     fake = {row.cells: row for row in report.of(title, fake=True)}
     columns += [
         ("KL, fake", lambda row: f"{fake[row.cells].kl:.5f}" if row.cells in fake else ""),

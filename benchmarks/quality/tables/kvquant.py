@@ -35,6 +35,13 @@ def kvquant() -> Suite:
                 stressed=True,
             ),
             Comparison(
+                "KVQuant, Table 14: ranges of channels",
+                ("Datatype", "% Outliers", "Ranges of K"),
+                tuple(_kvquant_ranges()),
+                against=("nuq3", "1%", "Offline"),
+                fake=True,
+            ),
+            Comparison(
                 "KVQuant, Table 21: calibration text",
                 ("Method", "Calibrated on"),
                 tuple(
@@ -82,6 +89,14 @@ def _kvquant_rope() -> Iterator[Entry]:
     for axis, cache in (("PC", "kvquant:bits=3,datatype=int,outliers=0,"), ("PT", "int3:")):
         for rope in (False, True):
             yield Entry(("int3", axis, "pre-RoPE" if rope else "post-RoPE"), f"{cache}pre_rope={str(rope).lower()}")
+
+
+def _kvquant_ranges() -> Iterator[Entry]:
+    """Yield keys with ranges of the calibration text (offline) and of the sequence itself (online: its prompt's, in `fake` all of it)."""
+    yield Entry(("exact", "-", "-"), "dense")
+    for percent, fraction in (("-", 0), ("1%", 0.01)):
+        for name, ranges in (("Online", "prompt"), ("Offline", "calibrated")):
+            yield Entry(("nuq3", percent, name), f"kvquant:bits=3,outliers={fraction},channel_ranges={ranges}")
 
 
 def _kvquant_levels() -> Iterator[tuple[str, str]]:
