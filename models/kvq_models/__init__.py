@@ -6,8 +6,9 @@ The names are imported when they are first used: `kvq --help` does not wait for 
 """
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvq_models.named_models.names import EMBEDDED_FOLDER as EMBEDDED
 
 if TYPE_CHECKING:
     from kvq_models.calibration.file import Calibration, load_calibration, save_calibration
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from kvq_models.llama.checkpoint import load_llama, save_llama
     from kvq_models.llama.config import LlamaConfig
     from kvq_models.llama.model import Llama, forward
-
-EMBEDDED = Path(__file__).parent / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
 
 _MODULES = {
     "Calibration": "calibration.file",

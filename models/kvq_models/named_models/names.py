@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from kvq_models import EMBEDDED as EMBEDDED_FOLDER
 from kvq_models.named_models.published import PUBLISHED, megabytes
 
 EMBEDDED = "embedded"
+EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"  # the small Llama that ships with the package, a Hugging Face directory
 NAMES = (EMBEDDED, *PUBLISHED)
 
 
