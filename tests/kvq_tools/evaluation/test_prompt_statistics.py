@@ -20,7 +20,13 @@ from tests.methods_table import METHOD_CASES, MethodCase
 
 CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)  # a family with a key bias, which one row of the table subtracts
 WITH = ("innerq2", "innerq3_sym", "innerq2_hybrid_prefill", "innerq2_slot", "innerq2_no_bias", "mixed", "squat2", "squat3_pre")
-WITH += ("polar_global",)
+WITH += ("polar_global", "kvquant3_online")
+MEASURED = (
+    "innerq2",
+    "squat2",
+    "squat3_pre",
+    "polar_global",
+)  # one of each kind; kvquant3_online needs a calibration (test_kvquant_online.py)
 KIVI, INNERQ, SQUAT = "kivi:recent=8,block=8", "innerq:sink=4,recent=8,block=8,group_size=8", "squat:recent=8,block=8"
 LENGTH = 80
 
@@ -68,7 +74,7 @@ def without_statistics(llama, spec, rows, prompt):
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in METHOD_CASES if case.id in (*WITH, "kivi2")], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in METHOD_CASES if case.id in (*MEASURED, "kivi2")], ids=lambda case: case.id)
 def test_an_evaluation_by_default_has_the_statistics(case: MethodCase, llama, ids):
     """kivi2 is the control: it has none, so that two compilations of its prefill differ by rounding alone."""
     model, rows = prepare(llama, case.spec), jnp.asarray(ids[None])
