@@ -17,6 +17,8 @@ KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what
     "kvq_jax/arrays/grouped_array.py": (LAYOUT,),
     "kvq_jax/arrays/packing.py": (LAYOUT,),
     "kvq_jax/arrays/polar_array.py": (LAYOUT,),
+    "kvq_jax/arrays/slot_array.py": (LAYOUT,),
+    "kvq_jax/arrays/sparse_outliers.py": (LAYOUT,),
     "kvq_jax/attention/dispatch.py": (LAYOUT, OPTIONS),
     "kvq_jax/attention/fused.py": ("pallas_kernels",),
     "kvq_jax/attention/online_softmax.py": (PARTIAL,),
