@@ -108,7 +108,7 @@ def _tables(bits: int, channels: int, group: ChannelGroup | None, pool: Pool | N
     wide = None if group is None else BodySpec(group.axes(BATCH, KV_HEADS, TOKENS, channels), "float16")
     shapes += 2 * [((KV_HEADS, channels), jnp.float32) if wide is None else (wide.shape, wide.struct.dtype)]
     if pool is not None:
-        outliers = dataclasses.replace(sparse_outliers.specs(BATCH, KV_HEADS, TOKENS, pool, "float16"), dropped=None)  # kernels do not read
+        outliers = sparse_outliers.specs(BATCH, KV_HEADS, TOKENS, pool, "float16")
         shapes += [(leaf.shape, leaf.struct.dtype) for leaf in jax.tree.leaves(outliers)]
     stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes if len(shape) > 2)
     shapes += [((channels // 2,), jnp.float32), ((), jnp.float32)] if pre_rope else []
@@ -176,7 +176,7 @@ def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits
     pools: tuple[Pool | None, ...] = None, None
     if percent:
         slots = 2 * outliers_per_side(percent / 100, KV_HEADS * channels)
-        pools = pool_of(32, slots * KVQuant().slots, channels, True), pool_of(32, slots, channels, False)
+        pools = pool_of(32, slots * KVQuant().slots, channels, False), pool_of(32, slots, channels, False)  # no kernel reads the counts
     k = _tables(bits, channels, None, pools[0], pre_rope)
     v = _tables(bits, channels, ChannelGroup(KV_HEADS, channels), pools[1])
     name = f"nuq{bits}{f'-{percent}%' if percent else ''}, {'before' if pre_rope else 'after'} RoPE"
