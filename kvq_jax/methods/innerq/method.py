@@ -42,7 +42,7 @@ class InnerQ(Method):
     storage: Storage = option(
         "planes",
         "of hybrid groups. planes: signs in a bit plane, and a zero point; slot: the paper's word of signs or an fp32 zero point, smaller, "
-        "slower, without a kernel",
+        "without a kernel",
         choices=("planes", "slot"),
     )
 
