@@ -68,6 +68,7 @@ METHOD_CASES = (
     MethodCase("squat2", "squat:rank=3,lam=0.01,sink=0,recent=12,block=16", 3.5, 0.433),
     MethodCase("squat3_pre", "squat_pre:bits=3,k_bits=4,rank=6,block_channels=12,scale_dtype=float32,sink=2,recent=5,block=8", 8.5, 0.1372),
     MethodCase("polar44", "polarquant:group_size=16,sink=2,recent=3", 11.0, 0.1121),
+    MethodCase("polar44_sqrt", "polarquant:radius_scale=sqrt,group_size=16,sink=2,recent=3", 11.0, 0.1212),
     MethodCase("polar42_fixed", "polarquant:angle_bits=4,radius_bits=2,group_size=8,cut=fixed,sink=1,block=16", 11.5, 0.1993),
     MethodCase(
         "polar32_kivi", "k=polarquant:angle_bits=3,radius_bits=2,group_size=16+v=kivi:bits=4+cache:sink=0,recent=4,block=16", 4.75, 0.3327

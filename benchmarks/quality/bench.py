@@ -21,13 +21,13 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
 from benchmarks.quality.journal import Journal
+from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
-from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.evaluation import RowQuality, measure_rows
 from kvq_tools.evaluation.stress import stressed
 
@@ -38,7 +38,7 @@ TOGETHER = 4  # caches that are compared with one run of the full-precision mode
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that a `Bench` reads."""
-    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+    add_model(parser)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that is scored")
     parser.add_argument("--calibration-text", metavar="FILE", type=pathlib.Path, required=True, help="the calibration text")
     parser.add_argument("--other-calibration-text", metavar="FILE", type=pathlib.Path, help="another such text, where a table compares two")
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         plain, self.tokenizer = load_llama(options.model, dtype="float32")
         self.variants: dict[str, Llama] = {PLAIN: plain}
-        self.name = "the embedded Llama" if options.model == EMBEDDED else f"{pathlib.Path(options.model).name}, {_heads(plain)}"
+        self.name = f"{shown(options.model)}, {_heads(plain)}"
         self.options = options
         self.work = options.work or options.json.with_name(f"{options.json.stem}.unfinished")
         self.texts = {name: self._read(getattr(options, name)) for name in TEXTS if getattr(options, name)}
@@ -220,9 +220,11 @@ def _heads(llama: Llama) -> str:
 
 def words_of(options: argparse.Namespace) -> list[str]:
     """Return the command's words for the arguments of `add_arguments`; files by their names, which tell nothing of a machine."""
-    given = {name.replace("_", "-"): getattr(options, name) for name in ("model", *TEXTS, *SIZES, "json")}
-    given["model"] = None if options.model == EMBEDDED else pathlib.Path(options.model)
-    return [f"--{name} {getattr(value, 'name', value)}" for name, value in given.items() if value is not None]
+    given = {name.replace("_", "-"): getattr(options, name) for name in (*TEXTS, *SIZES, "json")}
+    return [
+        *model_words(options.model),
+        *(f"--{name} {getattr(value, 'name', value)}" for name, value in given.items() if value is not None),
+    ]
 
 
 def _command(options: argparse.Namespace) -> list[str]:

@@ -24,13 +24,13 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
+from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import needs
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import abstract_llama
-from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.evaluation import Quality, measure
 from kvq_tools.evaluation.stress import Stress, stressed
 
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> BiasReport:
     return BiasReport(
         title="Key biases, and caches without them",
         **header(_command(options)),
-        model="the embedded Llama" if options.model == EMBEDDED else pathlib.Path(options.model).name,
+        model=shown(options.model),
         text=options.text.name,
         calibration_text=options.calibration_text.name,
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> BiasReport:
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
-    files = [] if options.model == EMBEDDED else [f"--model {pathlib.Path(options.model).name}"]
+    files = model_words(options.model)
     files += [] if options.text == PASSAGE else [f"--text {options.text.name}"]
     files += [] if options.calibration_text == PASSAGE else [f"--calibration-text {options.calibration_text.name}"]
     sizes = (f"--{name.replace('_', '-')} {getattr(options, name)}" for name in ("key_bias", "windows", "window", "prompt", "seed"))
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
-    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+    add_model(parser)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that is scored")
     parser.add_argument(
         "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that caches are calibrated on"

@@ -25,10 +25,10 @@ from jaxtyping import Float
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
+from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.squat_subspace import layer_inputs
 from benchmarks.report_file import Report, header
 from kvq_models import load_llama
-from kvq_models.named_models.names import EMBEDDED
 
 KINDS = ("post-norm X", "unit-norm X", "residual stream", "keys", "values")
 
@@ -98,9 +98,9 @@ def run(options: argparse.Namespace) -> SimilarityReport:
         for layer in range(1, len(layers))
     ]
     return SimilarityReport(
-        title=f"Similarity of successive layers, {'the embedded Llama' if options.model == EMBEDDED else pathlib.Path(options.model).stem}",
+        title=f"Similarity of successive layers, {shown(options.model)}",
         **header(_command(options)),
-        model=f"{'the embedded Llama' if options.model == EMBEDDED else pathlib.Path(options.model).name}, float32",
+        model=f"{shown(options.model)}, float32",
         text=options.text.name,
         tokens=options.tokens,
         group=options.group,
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> SimilarityReport:
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
-    model = [] if options.model == EMBEDDED else [f"--model {pathlib.Path(options.model).name}"]
+    model = model_words(options.model)
     sizes = [f"--tokens {options.tokens}", f"--group {options.group}"]
     return ["benchmarks.quality.layer_similarity", *model, f"--text {options.text.name}", *sizes, f"--json {options.json.name}"]
 
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
-    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+    add_model(parser)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that the model reads")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of it")
     parser.add_argument("--group", type=int, default=64, help="channels of a token that share a range")

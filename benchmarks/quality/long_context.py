@@ -24,12 +24,12 @@ import numpy as np
 import kvq_jax as kvq
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.long_context_report import FULL_PRECISION, CacheSize, Cell, LongContextReport
+from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.report import Text
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
-from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.inputs import encode
 from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
@@ -48,7 +48,7 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+    add_model(parser)
     add("--text", metavar="FILE", type=pathlib.Path, help="the text that needles are hidden in, for tasks that need one")
     add("--calibration-text", metavar="FILE", type=pathlib.Path, help="the calibration text, for caches that need one")
     add("--caches", metavar="SPEC", type=kvq.parse, nargs="+", required=True, help="caches beside full precision")
@@ -174,11 +174,10 @@ def run(options: argparse.Namespace) -> None:
     bench.measure()
     config = bench.llama.config
     heads = f"{config.num_attention_heads} query heads on {config.num_key_value_heads} KV heads"
-    named = f"{pathlib.Path(options.model).name}, {config.num_hidden_layers} layers, {heads}"
     report = LongContextReport(
-        title=f"Long contexts: {'the embedded Llama' if options.model == EMBEDDED else pathlib.Path(options.model).name}",
+        title=f"Long contexts: {shown(options.model)}",
         **header(_command(options)),
-        model=f"{'the embedded Llama' if options.model == EMBEDDED else named}, float32",
+        model=f"{shown(options.model)}, {config.num_hidden_layers} layers, {heads}, float32",
         tasks=tuple(options.tasks),
         lengths=tuple(options.lengths),
         caches=tuple(CacheSize(cache, kvq.body_bits_per_element(kvq.parse(cache), config)) for cache in bench.caches),
@@ -198,12 +197,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the command's words; files by their names, which tell nothing of a machine."""
-    words = ["benchmarks.quality.long_context"]
+    words = ["benchmarks.quality.long_context", *model_words(options.model)]
     for name, value in vars(options).items():
-        if value is None or value is False or name in ("batch", "work") or (name, value) == ("model", EMBEDDED):
+        if value is None or value is False or name in ("model", "batch", "work"):
             continue
-        if name == "model":
-            value = pathlib.Path(value)
         values = [] if value is True else value if isinstance(value, (list, tuple)) else [value]
         words += [f"--{name.replace('_', '-')}", *(one.name if isinstance(one, pathlib.Path) else str(one) for one in values)]
     return words

@@ -28,13 +28,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
+from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.squat_subspace_report import LAMS, PAPERS, SCORE_RANKS, Deviation, Prediction, ScoreError, SubspaceReport, draw
 from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
 from kvq_models import Llama, Sampling, generate, load_llama, prefill, score
 from kvq_models.llama.model import causal_attention
 from kvq_models.llama.rope import rope_for
-from kvq_models.named_models.names import EMBEDDED
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANKS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
@@ -196,7 +196,7 @@ def run(options: argparse.Namespace) -> SubspaceReport:
     return SubspaceReport(
         title="The subspace of SQuat",
         **header(_command(options)),
-        model=f"{'the embedded Llama' if options.model == EMBEDDED else pathlib.Path(options.model).name}, float32",
+        model=f"{shown(options.model)}, float32",
         text=text.name,
         other_text=other.name,
         prompt_tokens=prompt,
@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> SubspaceReport:
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
-    model = [] if options.model == EMBEDDED else [f"--model {pathlib.Path(options.model).name}"]
+    model = model_words(options.model)
     texts = [f"--text {options.text.name}", f"--other-text {options.other_text.name}"]
     sizes = [f"--prompt {options.prompt}", f"--response {options.response}"]
     grid = [f"--rank {' '.join(map(str, options.rank))}", f"--lam {' '.join(f'{lam:g}' for lam in options.lam)}"]
@@ -223,7 +223,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.squat_subspace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
-    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+    add_model(parser)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="default: the demo's")
     parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="another kind; default: LICENSE")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib
 import signal
 import sys
 import textwrap
@@ -67,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         llama, _ = load_llama(options.model, dtype=options.dtype)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-    new_cache = lambda: inputs.new_cache(options.cache, llama.config, capacity, options.dtype)  # noqa: E731
+    new_cache = functools.partial(inputs.new_cache, options.cache, llama.config, capacity, options.dtype)
     conversation = Conversation(llama, tokenizer, new_cache, settings, options.system)
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
@@ -110,7 +112,7 @@ def _lines(terminal: bool) -> Iterator[str]:
     """Yield what the user types, or the lines of a pipe, until the end."""
     if terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then has a history and can be edited)
+            importlib.import_module("readline")  # input() then has a history and can be edited
     while True:
         try:
             line = _typed() if terminal else sys.stdin.readline()

@@ -12,18 +12,19 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import look_up, nearest_codes
 from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side
-from kvq_jax.methods.kvquant.codec import KVQuantCodec
+from kvq_jax.codecs.base import Side
+from kvq_jax.methods.kvquant.codec import Datatype, KVQuantCodec
 from tests.kvq_jax.methods.test_golden import compare_numbers, golden
 
 WIDTH = 128
 UNCAPPED = 128  # a slot for every entry
 
 
-def codec_of(side: str, bits: int, slots: int, pool: int = 1, datatype: str = "nuq", qnorm: bool = False) -> KVQuantCodec:
+def codec_of(side: Side, bits: int, slots: int, pool: int = 1, datatype: Datatype = "nuq", qnorm: bool = False) -> KVQuantCodec:
     """slots: of a token; `pool` tokens share theirs."""
     group = None if side == "k" else ChannelGroup(1, WIDTH)
     format = CodebookFormat(bits, WIDTH, 1, group, Pool(pool, pool * slots, side == "k") if slots else None, "float32")
-    return KVQuantCodec(side, format, datatype, "fisher", 0.01, min(slots, 1), False, qnorm, pre_rope=False)  # type: ignore[arg-type]
+    return KVQuantCodec(side, format, datatype, "fisher", 0.01, min(slots, 1), False, qnorm, pre_rope=False)
 
 
 def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp.ndarray]:
@@ -33,7 +34,7 @@ def parameters(bits: int, lower: np.ndarray, upper: np.ndarray) -> dict[str, jnp
     return found | {"levels": jnp.asarray(golden("kvquant_nuq")[f"lut_b{bits}"]), "qnorm": stretched}
 
 
-def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np.ndarray]:
+def decoded(side: Side, bits: int, slots: int, **options) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows as the body returns them, how many outliers of each pool had no slot)."""
     data = golden("kvquant_nuq")
     lower, upper = (data["k_lower"], data["k_upper"]) if slots else (data["k_min"], data["k_max"])  # of all tokens, not of the slice
@@ -48,7 +49,7 @@ def decoded(side: str, bits: int, slots: int, **options) -> tuple[np.ndarray, np
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("side", ["k", "v"])
 class TestMatchesThePublicCode:
-    def test_with_outliers(self, side: str, bits: int):
+    def test_with_outliers(self, side: Side, bits: int):
         expected = golden("kvquant_nuq")[f"{side}_deq_b{bits}"]
         found, dropped = decoded(side, bits, UNCAPPED if side == "k" else 2)
         assert not dropped.any()
@@ -56,11 +57,11 @@ class TestMatchesThePublicCode:
         with pytest.raises(AssertionError):
             compare_numbers(decoded(side, bits, 0)[0], expected)
 
-    def test_without_outliers(self, side: str, bits: int):
+    def test_without_outliers(self, side: Side, bits: int):
         compare_numbers(decoded(side, bits, 0)[0], golden("kvquant_nuq")[f"{side}_deq_dense_b{bits}"])
 
     @pytest.mark.parametrize("pool", [1, 16])
-    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(self, side: str, bits: int, pool: int):
+    def test_the_capped_store_equals_the_uncapped_one_where_nothing_overflows(self, side: Side, bits: int, pool: int):
         slots = 2 * outliers_per_side(0.01, WIDTH)
         found, dropped = decoded(side, bits, slots, pool=pool)
         expected = golden("kvquant_nuq")[f"{side}_deq_b{bits}"]
