@@ -19,7 +19,7 @@ from benchmarks.gpu.report import GpuReport
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport
-from benchmarks.quality import key_bias, layer_similarity, long_context_report, squat_subspace_report
+from benchmarks.quality import key_bias, layer_similarity, long_context_report, outlier_channels, squat_subspace_report
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -70,6 +70,12 @@ KINDS = (
         layer_similarity.SimilarityReport,
         layer_similarity.page,
         _always("how alike successive layers' inputs, keys and values are"),
+    ),
+    Kind(
+        "outlier_channels*",
+        outlier_channels.OutlierChannelsReport,
+        outlier_channels.page,
+        _always("how often weights alone name the channel of key outliers"),
     ),
     Kind("kernels_*", GpuReport, gpu_page.kernels_page, _always("time, bandwidth and error of kernels, the papers' tables")),
     Kind("step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")),
