@@ -33,7 +33,7 @@ from kvq_tools.evaluation.stress import stressed
 
 TEXTS = "text", "calibration_text", "other_calibration_text"
 SIZES = "windows", "window", "prompt", "samples", "length"
-TOGETHER = 4  # caches that are compared with one run of the full-precision model
+TOGETHER = 6  # caches that are compared with one run of the full-precision model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -93,14 +93,16 @@ def _command(options: argparse.Namespace) -> list[str]:
 def page(report: OutlierChannelsReport, file: pathlib.Path) -> str:
     """Render Table B.2, whether texts agree on the channels, and how often the first latent channel is the largest."""
     said = (
-        f"Model: {report.model}, the first {report.tokens} tokens of each text in pieces of {ROW}. A prediction is right where the channel of "
-        "keys with the largest mean magnitude is among the k largest entries of the first right singular vector of the layer's key projection."
+        f"Model: {report.model}, the first {report.tokens} tokens of each text in pieces of {ROW}. A prediction is right where the channel "
+        "of keys with the largest mean magnitude is among the k largest entries of the first right singular vector of W_k."
     )
     lines = [(f"k={k}", *(f"{100 * outlier_channels.accuracies(text.places)[k]:.1f} %" for text in report.texts)) for k in TOPS]
     parts = [*head(report, file, said), table(("XQuant, Table B.2: layers predicted right", *(text.text for text in report.texts)), lines)]
     for side, name in (("k", "keys"), ("v", "values")):
         shares = (f"{100 * np.mean(getattr(text, f'first_latent_{side}')):.1f} %" for text in report.texts)
-        parts.append(table((f"The first latent channel of {name} is the largest", *(text.text for text in report.texts)), [("layers", *shares)]))
+        parts.append(
+            table((f"The first latent channel of {name} is the largest", *(text.text for text in report.texts)), [("layers", *shares)])
+        )
     if len(report.texts) > 1:
         same = np.mean([len(set(channels)) == 1 for channels in zip(*(text.channels for text in report.texts), strict=True)])
         parts.append(f"All texts have the same channel in {100 * same:.1f} % of the layers.")

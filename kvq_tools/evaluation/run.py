@@ -18,7 +18,7 @@ from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.results import Evaluation, Quality
-from kvq_tools.evaluation.through import CHUNK, MODES, STEP, Batch, Mode, Reference, Through, slices
+from kvq_tools.evaluation.through import CHUNK, MODES, STEP, Batch, Mode, Reference, Through, prefill_prompts, slices
 from kvq_tools.evaluation.windows import check_windows, windows
 
 BATCH = 4
@@ -263,8 +263,9 @@ def _run(
         assert reference is not None, "the first slice made it"
         predicted = slice(part.first + 1, part.stop + 1)
         logits, exact[here, predicted] = reference(part)
-        for cache, terms in zip(through, compared, strict=True):
-            for whole, term in zip(terms, cache(part, logits), strict=True):
+        scored = prefill_prompts(through, part, logits) if part.prompt else (cache(part, logits) for cache in through)
+        for terms, own in zip(compared, scored, strict=True):
+            for whole, term in zip(terms, own, strict=True):
                 whole[here, predicted] = term
         if at_end is not None and part is parts[-1]:
             at_end(through, min(size, count - number * size))

@@ -11,6 +11,7 @@ compared with those of each cache, and dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -21,6 +22,7 @@ from kvq_jax.array_types import LengthsB
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.inference.decoding import decode_scan, prefill_program
+from kvq_models.inference.same_prompts import prefill_together
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.forward import hidden_states
@@ -79,7 +81,7 @@ class Reference:
 
 
 class Through:
-    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order."""
+    """One cache on a batch. Each call returns the terms of a slice; slices must be given in order, a prompt by `prefill_prompts`."""
 
     def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP):
         self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
@@ -93,9 +95,6 @@ class Through:
         now, following = self.batch.inputs(part), self.batch.following(part)
         if self.mode == "fake":
             return _headed(self.llama, _rows(self.hidden, part), following, exact)
-        if part.prompt:
-            logits, self.cache = prefill_program(self.llama, self.cache, now, jnp.full(now.shape[:1], now.shape[1]), False)
-            return _compared(logits[:, None], exact, following)
         if self.mode == "decode":
             lengths = jnp.full(now.shape[:1], now.shape[1])
             terms, self.cache = decode_scan(self.llama, self.cache, now, lengths, (exact, following), compare, self.step)
@@ -103,6 +102,15 @@ class Through:
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
         logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
         return _compared(logits, exact, following)
+
+
+def prefill_prompts(through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]) -> tuple[Terms, ...]:
+    """Prefill the prompts of a batch into all caches, which have one forward pass in common, and return the terms of each."""
+    batch = through[0].batch
+    logits, caches = prefill_together([one.llama for one in through], [one.cache for one in through], batch.inputs(part))
+    for one, cache in zip(through, caches, strict=True):
+        one.cache = cache
+    return (_compared(logits[:, None], exact, batch.following(part)),) * len(through)
 
 
 def _rows(hidden: HiddenBTD, part: Slice) -> Float[Array, "B t D"]:

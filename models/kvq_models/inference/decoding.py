@@ -168,11 +168,11 @@ def _advance(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hidde
         attention, step = append_and_attend(
             step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
         )
-        hidden = _by_chunks(layer.finish, hidden, attention)
+        hidden = finish_by_chunks(layer.finish, hidden, attention)
     return hidden, finish(step)
 
 
-def _by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N T H"]) -> HiddenBTD:
+def finish_by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N T H"]) -> HiddenBTD:
     """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
     length = hidden.shape[1]
     chunks = -(-length // FINISH_CHUNK)

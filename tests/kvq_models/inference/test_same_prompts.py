@@ -1,0 +1,40 @@
+"""Prompts that are prefilled into several caches at once leave each cache as its own prefill does."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import prefill, prepare
+from kvq_models.inference.same_prompts import prefill_together
+from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
+
+SPECS = ("dense", "innerq:bits=2,sink=4,recent=8,block=8", "squat:rank=3,sink=0,recent=8,block=8", "xquant_cl:base_layer=0,block=8")
+LENGTH = 40
+
+
+def test_each_cache_is_the_one_of_its_own_prefill():
+    llama, tokens = random_llama(tiny_config()), random_tokens((2, LENGTH))
+    models = [prepare(llama, spec) for spec in SPECS]
+
+    def new() -> list[kvq.Cache]:
+        return [kvq.init_cache(spec, llama.config, 2, 64, "float32") for spec in SPECS]
+
+    logits, together = prefill_together(models, new(), tokens)
+    for model, spec, cache, shared in zip(models, SPECS, new(), together, strict=True):
+        own_logits, own = prefill(model, cache, tokens)
+        assert row_errors(logits, own_logits).max() < 1e-5, spec
+        assert np.asarray(shared.lengths).tolist() == [LENGTH, LENGTH], spec
+        read, expected = (prefill(model, copy, tokens[:, :4])[0] for copy in (shared, own))
+        assert row_errors(read, expected).max() < 1e-4, f"{spec}: what is read from the two caches differs"
+        _, other = prefill(model, kvq.init_cache(spec, llama.config, 2, 64, "float32"), tokens[:, ::-1])
+        assert row_errors(prefill(model, other, tokens[:, :4])[0], expected).max() > 1e-3, f"{spec}: another prompt is read alike"
+
+
+def test_a_cache_that_holds_tokens_is_refused():
+    llama, tokens = random_llama(tiny_config()), random_tokens((2, 8))
+    _, held = prefill(llama, kvq.init_cache("dense", llama.config, 2, 64, "float32"), tokens)
+    with pytest.raises(ValueError, match="a cache holds 8 tokens; prompts that are shared go into empty caches"):
+        prefill_together([llama], [held], jnp.asarray(tokens))
