@@ -1,7 +1,5 @@
 """Run `kvq` as `python -m kvq_tools`."""
 
-import sys
+from kvq_tools.cli.process import run
 
-from kvq_tools.cli.main import main
-
-sys.exit(main())
+run()

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kvq_tools.cli import interruption
 from kvq_tools.cli.console import UserError
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
 
 COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
@@ -87,14 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
     try:
         options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+        interruption.begin()
         options.run(options)
         sys.stdout.flush()
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt as error:
-        print(f"kvq: {': '.join(['interrupted', *map(str, error.args)])}", file=sys.stderr)
-        return INTERRUPTED
+        print(interruption.line(*map(str, error.args)), file=sys.stderr)
+        return interruption.STATUS
     except BrokenPipeError:
         # The reader of a pipe left (`kvq methods | head`). Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

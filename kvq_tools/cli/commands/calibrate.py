@@ -12,7 +12,7 @@ from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, interruption
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress, warn
 
 SAMPLES, LENGTH = 16, 2048  # as in KVQuant
@@ -66,22 +66,19 @@ def run(options: argparse.Namespace) -> None:
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=options.dtype)
     started = time.perf_counter()
-    try:
-        with input_errors():
-            calibration = fit.calibrate(
-                llama,
-                ids,
-                options.cache,
-                samples=options.samples,
-                length=length,
-                seed=options.seed,
-                work=work,
-                text=Path(options.text).name,
-                progress=bar,
-            )
-            save_calibration(calibration, out)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the same command goes on from what is in {str(work)!r}") from None
+    with interruption.advised(f"the same command goes on from what is in {str(work)!r}"), input_errors():
+        calibration = fit.calibrate(
+            llama,
+            ids,
+            options.cache,
+            samples=options.samples,
+            length=length,
+            seed=options.seed,
+            work=work,
+            text=Path(options.text).name,
+            progress=bar,
+        )
+        save_calibration(calibration, out)
     if options.work is None:
         Store.delete(work)
     result = report(calibration, options, len(ids), time.perf_counter() - started)

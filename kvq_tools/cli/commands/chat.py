@@ -17,7 +17,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs
+from kvq_tools.cli import inputs, interruption
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
@@ -121,6 +121,7 @@ def _lines(terminal: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not terminal:
                 raise
+            interruption.caught()
             print("\nkvq: /quit or Ctrl-D leaves", file=sys.stderr)
             continue
         except UnicodeDecodeError as error:
@@ -232,6 +233,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         return
     previous = signal.signal(signal.SIGINT, press)
     try:
-        yield pressed.is_set
+        with interruption.spared():
+            yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, previous)

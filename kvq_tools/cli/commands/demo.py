@@ -178,7 +178,7 @@ def _in_threads(function: Callable[[Row], TimedGeneration], rows: list[Row]) -> 
     try:
         return list(pool.map(function, rows))
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for what is being compiled
 
 
 def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

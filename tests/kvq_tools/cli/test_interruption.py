@@ -1,0 +1,100 @@
+"""Ctrl-C in a real terminal: the command ends within a second with one line and status 130, also while XLA compiles.
+
+KVQ_INTERRUPTIONS=20 presses that many times in each of COMMANDS, at other moments.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import select
+import signal
+import struct
+import sys
+import time
+
+import pytest
+
+from kvq_tools.cli import inputs
+
+pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
+fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+
+PASSAGE = pathlib.Path(inputs.__file__).parent / "passage.txt"
+COMMANDS = {
+    "generate": (("generate", "embedded", "--prompt", "Once upon", "--max-new-tokens", "1500"), "compiling"),
+    "eval": (("eval", "embedded", "--text", str(PASSAGE), "--cache", "kivi:bits=2,recent=8,block=32"), "evaluating"),
+    "demo": (("demo",), "compiling for"),
+}
+TIMES = int(os.environ.get("KVQ_INTERRUPTIONS", "1"))
+DELAYS = (0.6, 1.5, 0.1, 2.4, 3.5)  # seconds after the message, while the command compiles
+MOST_SECONDS = 1.5  # to leave: one, and what a busy machine adds
+
+
+class Terminal:
+    """`kvq` in a pseudo-terminal; `text` is what it has written."""
+
+    def __init__(self, arguments):
+        self.pid, self._file = pty.fork()
+        if not self.pid:
+            os.execve(sys.executable, [sys.executable, "-m", "kvq_tools", *arguments], os.environ | {"PYTHONPATH": ":".join(sys.path)})
+        fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.text = ""
+
+    def read(self, seconds, until=None):
+        """Read for some time, or until the text holds `until`; return False where the command has ended."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (until is None or until not in self.text):
+            if select.select([self._file], [], [], 0.02)[0]:
+                try:
+                    self.text += os.read(self._file, 4096).decode(errors="replace")
+                except OSError:  # the other side is closed
+                    return False
+        return True
+
+    def press_ctrl_c(self):
+        os.write(self._file, b"\x03")
+
+    def status(self):
+        """Return the exit code, negative for a signal. The command has closed its terminal, so it is ending."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._file)
+        self.pid = None
+        return os.waitstatus_to_exitcode(status)
+
+    def end(self):
+        """Kill a command that a failed test left."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.status()
+
+
+@pytest.fixture
+def terminal():
+    """terminal(*arguments) -> the Terminal in which they run."""
+    opened = []
+    yield lambda *arguments: opened.append(Terminal(arguments)) or opened[-1]
+    for one in opened:
+        one.end()
+
+
+@pytest.mark.parametrize("turn", range(TIMES))
+@pytest.mark.parametrize("command", COMMANDS if TIMES > 1 else ["generate", "demo"])
+def test_ctrl_c_ends_a_compiling_command_within_a_second(command, turn, terminal):
+    arguments, message = COMMANDS[command]
+    shell = terminal(*arguments)
+    assert shell.read(60, until=message), f"the command ended before it compiled:\n{shell.text}"
+    assert message in shell.text
+    assert shell.read(DELAYS[turn % len(DELAYS)]), f"the command ended before Ctrl-C:\n{shell.text}"
+    pressed = time.monotonic()
+    shell.press_ctrl_c()
+    left = not shell.read(30)
+    seconds = time.monotonic() - pressed
+    assert left, f"{command} went on after Ctrl-C:\n{shell.text}"
+    status = shell.status()
+    assert status == 130, f"{command} ended with {status} after Ctrl-C:\n{shell.text}"
+    assert seconds < MOST_SECONDS, f"{command} took {seconds:.1f} s to leave"
+    assert shell.text.count("kvq: interrupted") == 1, shell.text
+    assert "Traceback" not in shell.text, shell.text
+    hidden, shown = shell.text.rfind("\x1b[?25l"), shell.text.rfind("\x1b[?25h")
+    assert shown > hidden or hidden < 0, "the cursor stays hidden"
