@@ -103,7 +103,8 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     """Return the config, untied where the files hold a head that differs from the embedding: such a model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
-    if not config.tie_word_embeddings or any(name not in checkpoint.tensors for name in pair):
+    stored = [checkpoint.tensors.get(name) for name in pair]
+    if not config.tie_word_embeddings or any(tensor is None or tensor.stored_as for tensor in stored):
         return config
     embed, head = map(checkpoint.read, pair)
     return config if np.array_equal(embed, head) else dataclasses.replace(config, tie_word_embeddings=False)

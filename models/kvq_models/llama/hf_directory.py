@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -17,10 +18,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvq_models.llama.config import LlamaConfig, token_ids
+from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+SENTENCEPIECE_FILE = "tokenizer.model"
+FAST_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+TOKENIZER_FILES = (*FAST_TOKENIZER_FILES, SENTENCEPIECE_FILE, "tokenizer_config.json")
 TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -53,8 +57,13 @@ class HfDirectory:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors in the headers of all files. A truncated file fails here: a header's offsets must cover its file exactly."""
+        """Return the tensors in the headers of all files. A truncated file fails here: a header's offsets must cover its file exactly.
+
+        A tensor that weights share is stored once. `safetensors.torch.save_model` keeps one of its names, often lm_head.weight, and maps
+        the others to it in the metadata; a head that stands alone in a tied model is the embedding, as in transformers.
+        """
         stored: dict[str, StoredTensor] = {}
+        shared: dict[str, str] = {}
         for file in self.weight_files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
@@ -62,7 +71,11 @@ class HfDirectory:
                         raise CheckpointError(f"tensor {name!r} is in both {stored[name].file.name!r} and {file.name!r}")
                     header = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
-        return stored
+                shared |= tensors.metadata() or {}
+        if HEAD_NAME in stored and self.config.tie_word_embeddings:
+            shared.setdefault(EMBED_NAME, HEAD_NAME)
+        aliases = {name: kept for name, kept in shared.items() if name not in stored and kept in stored}
+        return stored | {name: dataclasses.replace(stored[kept], stored_as=kept) for name, kept in aliases.items()}
 
     @property
     def weight_files(self) -> list[Path]:
@@ -88,7 +101,7 @@ class HfDirectory:
         if stored.dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}")
         with _opened(stored.file) as tensors:
-            return tensors.get_tensor(name)
+            return tensors.get_tensor(stored.stored_as or name)
 
     def tokenizer(self) -> Any:
         """Return the directory's tokenizer, or None where it has none."""
@@ -162,6 +175,12 @@ def load_tokenizer(directory: Path) -> Any:
     """Return the directory's tokenizer, or None where it has none."""
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
+    fast = any((directory / name).exists() for name in FAST_TOKENIZER_FILES)
+    if not fast and (directory / SENTENCEPIECE_FILE).exists() and importlib.util.find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a tokenizer.json, and sentencepiece reads it: "
+            "pip install 'kvq-jax[sentencepiece]'"
+        )
     from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:

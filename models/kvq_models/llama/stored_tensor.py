@@ -12,11 +12,13 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """The file that holds a tensor, its shape in Hugging Face's orientation, and the file's name for its type."""
+    """The file that holds a tensor, its shape in Hugging Face's orientation, the file's name for its type, and the name under which the
+    file holds it where that is another one: a tensor that two weights share."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    stored_as: str | None = None
 
 
 def first_line(error: BaseException) -> str:

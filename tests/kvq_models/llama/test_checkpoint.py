@@ -151,6 +151,33 @@ def test_a_tied_config_with_a_head_of_its_own_is_untied(tmp_path):
     assert_same_weights(load_llama(tmp_path, dtype="float32")[0], untied)
 
 
+def share(directory: pathlib.Path, kept: str, dropped: str, *, metadata: bool) -> None:
+    """Store one of two equal tensors, as `safetensors.torch.save_model` does; the other's name stands in the metadata."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors.setdefault(kept, tensors[hf_names.EMBED_NAME])
+    del tensors[dropped]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"} | ({dropped: kept} if metadata else {}))
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_tied_checkpoint_may_store_its_head_alone(metadata, tmp_path):
+    llama = random_llama(tiny_config(tie_word_embeddings=True))
+    save_llama(llama, tmp_path)
+    share(tmp_path, hf_names.HEAD_NAME, hf_names.EMBED_NAME, metadata=metadata)
+    assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
+
+
+@pytest.mark.parametrize(("kept", "dropped"), [(hf_names.HEAD_NAME, hf_names.EMBED_NAME), (hf_names.EMBED_NAME, hf_names.HEAD_NAME)])
+def test_weights_that_share_a_tensor_in_an_untied_model_need_the_metadata(kept, dropped, tmp_path):
+    llama = random_llama(tiny_config())
+    llama.head.kernel[...] = llama.embed[...].T
+    save_llama(llama, tmp_path)
+    share(tmp_path, kept, dropped, metadata=True)
+    assert_same_weights(load_llama(tmp_path, dtype="float32")[0], llama)
+    change_tensors(tmp_path, lambda t: None)  # written anew, without metadata
+    assert f"the files lack tensor '{dropped}'" in refusal(tmp_path)
+
+
 def test_rotary_buffers_of_old_checkpoints_are_ignored(saved):
     whole, _ = load_llama(saved, dtype="float32")
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32), "model.rotary_emb.inv_freq": np.ones(8, np.float32)}
@@ -192,7 +219,29 @@ def test_the_tokenizer_is_loaded_and_saved(tmp_path):
     assert again(text).input_ids == tokenizer(text).input_ids
 
 
+def test_a_sentencepiece_tokenizer_alone_is_read(saved, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the extra sentencepiece is not installed")
+    text = "the cat sat on the mat and the dog sat on the log"
+    (tmp_path / "text.txt").write_text("\n".join([text] * 20))
+    options = {"vocab_size": 40, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text.txt"), model_prefix=str(saved / "tokenizer"), **options)
+    (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    _, tokenizer = load_llama(saved)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(saved / "tokenizer.model"))
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == text
+    assert ids == model.encode(text), "transformers' tokenizer and sentencepiece cut the text differently"
+
+
 # --- the broken ones --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sentencepiece_tokenizer_without_its_reader_names_the_extra(saved, monkeypatch):
+    (saved / "tokenizer.model").write_bytes(b"a sentencepiece model")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'kvq-jax[sentencepiece]'" in refusal(saved)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert "sentencepiece]" not in refusal(saved), "a broken file is another problem"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"added_tokens": [], "model": {"type": "BPE", "vocab": 5}}', "null"])

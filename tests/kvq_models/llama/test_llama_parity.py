@@ -118,6 +118,18 @@ def test_a_saved_bfloat16_model_is_loaded_back_as_bfloat16(tmp_path):
     np.testing.assert_array_equal(kernel.T, np.asarray(llama.layers[1].k_proj.kernel[...], np.float32))
 
 
+def test_a_tied_checkpoint_that_safetensors_wrote_loads(tmp_path):
+    from safetensors.torch import load_file, save_model
+
+    reference = build_checkpoint(tmp_path, CASES["llama_gqa4_tied"])
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors"), "save_model keeps the head's name"
+    llama, _ = load_llama(tmp_path, dtype="float32")
+    tokens = random_tokens((1, 16))
+    errors = row_errors(jitted_forward(llama, tokens), torch_logits(reference, tokens))
+    assert errors.max() < TOLERANCE, f"relative error {errors.max():.2e}"
+
+
 def test_sharded_checkpoints_of_transformers_load(tmp_path):
     reference = build_checkpoint(tmp_path, CASES["llama_mha"], max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
