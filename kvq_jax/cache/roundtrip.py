@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 
 from kvq_jax.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer import cross_layer
-from kvq_jax.layer.plan import by_side
+from kvq_jax.layer.plan import LayerPlan, by_side
 
 
 def roundtrip_layer(
@@ -23,8 +26,13 @@ def roundtrip_layer(
     batch, heads, tokens, head_dim = inputs.v.shape
     width = head_dim * heads if inputs.x is None else inputs.x.shape[-1]
     dims = CacheDims(layer + 1, inputs.q_rot.shape[1], heads, head_dim, width)
-    plan = spec.layer(layer, dims, tokens, "float32")
-    padding, own = -tokens % spec.block, by_side(params)
+    return _roundtrip(spec.layer(layer, dims, tokens, "float32"), inputs, params, carry)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and compiled once
+def _roundtrip(plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree) -> tuple[RowsBKTH, RowsBKTH, Tree]:
+    batch, _, tokens, _ = inputs.v.shape
+    padding, own = -tokens % plan.regions.block, by_side(params)
     index = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
     below, by_codec = cross_layer.tokens_of(plan, carry, index), []
     for codec, mine in zip(plan.codecs, own, strict=False):

@@ -9,7 +9,6 @@ Neither runs anything of a cache's windows, ageing or attention: a mistake in th
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
 from kvq_jax.cache.spec import CacheSpec
+from kvq_models.inference import layer_by_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
@@ -26,7 +26,6 @@ from kvq_models.llama.rope import rope_for
 QUERY_CHUNK = 256  # queries whose scores exist at a time
 
 
-@functools.partial(jax.jit, static_argnames="fake")
 def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fake: CacheSpec | None = None) -> HiddenBTD:
     """Return the last layer's output for right-padded tokens, exact, or with every key and value as the body of a `fake` cache returns it.
 
@@ -38,16 +37,17 @@ def hidden_states(llama: Llama, tokens: Int[Array, "B T"], lengths: LengthsB, fa
     valid = index[None] < lengths[:, None]
     rope = rope_for(llama.config, length)
     parameters = ((),) * len(llama.layers) if fake is None else parameters_for(llama, fake)
-    hidden, carry = llama.embed_tokens(tokens), ()
+    hidden, carry = layer_by_layer.embed(llama, tokens), ()
     for number, (layer, own) in enumerate(zip(llama.layers, parameters, strict=True)):
-        inputs = layer.attention_inputs(hidden, positions, valid, rope)
+        inputs = layer_by_layer.attention_inputs(layer, hidden, positions, valid, rope)
         keys, values = inputs.k_rot, inputs.v
         if fake is not None:
             keys, values, carry = kvq.roundtrip_layer(fake, _last_repeated(inputs, lengths), own, number, carry)
-        hidden = layer.finish(hidden, causal_attention(inputs.q_rot, keys, values))
+        hidden = layer_by_layer.finish(layer, hidden, causal_attention(inputs.q_rot, keys, values))
     return hidden
 
 
+@jax.jit
 def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
     """Return the inputs with each row's last token in the place of its padding, so that padding widens no group's range."""
 
@@ -61,6 +61,7 @@ def _last_repeated(inputs: LayerInputs, lengths: LengthsB) -> LayerInputs:
     return dataclasses.replace(filled, valid=inputs.valid, rope=inputs.rope)
 
 
+@jax.jit
 def causal_attention(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH) -> QueryBNTH:
     """Return softmax(q k^T / sqrt(H)) v over tokens up to each query's own, fp32 softmax, QUERY_CHUNK queries at a time.
 

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LengthsB
+from kvq_jax.array_types import LengthsB, ValidBT
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
-from kvq_models.inference.decoding import decode_scan, prefill_program
-from kvq_models.inference.same_prompts import prefill_together
+from kvq_models.inference import layer_by_layer
+from kvq_models.inference.decoding import prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_tools.evaluation.compare import Terms, compare, token_nats
 from kvq_tools.evaluation.forward import hidden_states
@@ -96,18 +96,24 @@ class Through:
         if self.mode == "fake":
             return _headed(self.llama, _rows(self.hidden, part), following, exact)
         if self.mode == "decode":
-            lengths = jnp.full(now.shape[:1], now.shape[1])
-            terms, self.cache = decode_scan(self.llama, self.cache, now, lengths, (exact, following), compare, self.step)
-            return terms
+            steps = [self._decode(at, now, exact, following) for at in range(0, now.shape[1], self.step)]
+            return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)
         new = jnp.clip(self.batch.lengths - part.start, 0, now.shape[1])
         logits, self.cache = prefill_program(self.llama, self.cache, now, new, True)
         return _compared(logits, exact, following)
+
+    def _decode(self, at: int, *arrays: Array) -> Terms:
+        """Return the terms of one step from token `at` of a slice on; arrays: its inputs, full-precision logits and following tokens."""
+        now, exact, following = (jax.lax.dynamic_slice_in_dim(array, at, self.step, axis=1) for array in arrays)
+        lengths = jnp.full(now.shape[:1], self.step)
+        hidden, stored, self.cache = layer_by_layer.decode(self.llama, self.cache, now, lengths)
+        return _decoded(self.llama, hidden, stored, exact, following)
 
 
 def prefill_prompts(through: Sequence[Through], part: Slice, exact: Float[Array, "B 1 V"]) -> tuple[Terms, ...]:
     """Prefill the prompts of a batch into all caches, which have one forward pass in common, and return the terms of each."""
     batch = through[0].batch
-    logits, caches = prefill_together([one.llama for one in through], [one.cache for one in through], batch.inputs(part))
+    logits, caches = layer_by_layer.prefill_together([one.llama for one in through], [one.cache for one in through], batch.inputs(part))
     for one, cache in zip(through, caches, strict=True):
         one.cache = cache
     return (_compared(logits[:, None], exact, batch.following(part)),) * len(through)
@@ -128,6 +134,12 @@ def _exact(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"]) -> tup
 @jax.jit
 def _headed(llama: Llama, hidden: HiddenBTD, following: Int[Array, "B t"], exact: Float[Array, "B t V"]) -> Terms:
     return compare(llama.logits(hidden), exact, following)
+
+
+@jax.jit
+def _decoded(llama: Llama, hidden: HiddenBTD, stored: ValidBT, exact: Float[Array, "B t V"], following: Int[Array, "B t"]) -> Terms:
+    """Return the terms of a step; past the capacity, where nothing was stored, they are nan."""
+    return compare(jnp.where(stored[..., None], llama.logits(hidden), jnp.nan), exact, following)
 
 
 _compared = jax.jit(compare)

@@ -8,7 +8,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import prefill, prepare
-from kvq_models.inference.same_prompts import prefill_together
+from kvq_models.inference.layer_by_layer import prefill_together
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
 SPECS = ("dense", "innerq:bits=2,sink=4,recent=8,block=8", "squat:rank=3,sink=0,recent=8,block=8", "xquant_cl:base_layer=0,block=8")

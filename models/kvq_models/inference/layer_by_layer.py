@@ -1,0 +1,79 @@
+"""Run a model layer by layer from Python, where caches are compared and each is used once.
+
+A compiled program of a whole model holds the code of every layer again: for 30 layers that is a minute of compilation for each cache. Here
+the programs of a layer are compiled once and serve all layers that are alike, and those outside the cache serve every cache. In exchange,
+a step costs a dispatch for each layer, and a layer's cache is copied when it is updated. Results are those of `prefill` and `decode_step`
+to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvq_jax.array_types import LayerInputs, LengthsB
+from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.step import Step, append_and_attend, begin
+from kvq_jax.cache.step import finish as finish_step
+from kvq_jax.rope import Rope
+from kvq_models.inference.decoding import check_dims, finish_by_chunks
+from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.llama.model import HiddenBTD, Layer, Llama, QueryBNTH
+from kvq_models.llama.rope import rope_for
+
+embed = jax.jit(Llama.embed_tokens)
+attention_inputs = jax.jit(Layer.attention_inputs)
+head = jax.jit(Llama.logits)
+
+
+@jax.jit
+def finish(layer: Layer, hidden_BTD: HiddenBTD, attention_BNTH: QueryBNTH) -> HiddenBTD:
+    """Run what follows attention in a layer."""
+    return finish_by_chunks(layer.finish, hidden_BTD, attention_BNTH)
+
+
+def prefill_together(
+    llamas: Sequence[Llama], caches: Sequence[Cache], tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
+    """Add the same prompts [B, T] to empty caches, and return (logits [B, V] fp32 after the last token, the caches).
+
+    Attention inside a prompt is exact for every method, so all caches are given the same keys and values: the model runs once, and each
+    cache only quantizes. The caches are those that `prefill` returns, to rounding.
+
+    llamas: the model with what each cache needs (`prepare`); they differ in nothing else. Raises ValueError where a cache is not empty or
+    was made for another model.
+    """
+    for llama, cache in zip(llamas, caches, strict=True):
+        check_dims(llama, cache)
+        if int(cache.lengths.max()):
+            raise ValueError(f"a cache holds {int(cache.lengths.max())} tokens; prompts that are shared go into empty caches")
+    llama, rope = llamas[0], rope_for(llamas[0].config, caches[0].capacity)
+    steps = [
+        begin(cache, tokens.shape[1], prefill=True, parameters=parameters_for(own, cache.spec))
+        for own, cache in zip(llamas, caches, strict=True)
+    ]
+    hidden = embed(llama, tokens)
+    for layer in llama.layers:
+        inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
+        attended = [_attend(step, inputs, rope) for step in steps]
+        steps = [step for _, step in attended]
+        hidden = finish(layer, hidden, attended[0][0])
+    return head(llama, hidden[:, -1:])[:, 0], tuple(finish_step(step) for step in steps)
+
+
+def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
+    """Add given tokens, `lengths` [B] of each row, as T single steps of `decode_step` would. Return (the last layer's output [B, T, D],
+    which tokens were stored [B, T], the cache); the output of a token that was not stored is unspecified."""
+    rope = rope_for(llama.config, cache.capacity)
+    step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec))
+    hidden = embed(llama, tokens)
+    for layer in llama.layers:
+        attention, step = _attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
+        hidden = finish(layer, hidden, attention)
+    return hidden, step.valid, finish_step(step)
+
+
+def _attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
+    return append_and_attend(step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
