@@ -15,7 +15,7 @@ demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
 
 test: $(VENV)/.kvq-test
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 
 # the GPU kernels, compiled for GPUs that are not there
 aot: $(VENV)/.kvq-aot

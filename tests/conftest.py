@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import shutil
-from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -13,7 +11,8 @@ import pytest
 
 from tests.compile_options import QUICK_FLAGS
 
-pytest_plugins = ["tests.fixtures", "tests.type_checker"]  # the hook that checks types expects its checker imported
+# the hook that checks types expects its checker imported
+pytest_plugins = ["tests.fixtures", "tests.type_checker", "tests.worker_resources"]
 
 # XLA reads this at the first compilation. A GPU's tests are of what its compiler makes.
 if shutil.which("nvidia-smi") is None:
@@ -25,13 +24,23 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("kvq", derandomize=True, deadline=None, max_examples=50, database=None)
 hypothesis.settings.load_profile("kvq")
 
-MOST_MAPPINGS = 20_000  # of the 65530 that Linux allows a process; each compiled program takes several, and past the limit LLVM crashes
+# The files that take longest, in order: a long file that comes last keeps one worker busy while the other waits.
+LONGEST = (
+    "tests/kvq_jax/cache/test_cache_laws.py",
+    "tests/benchmarks/gpu/test_kernel_benchmarks.py",
+    "tests/benchmarks/quality/test_quality.py",
+    "tests/kvq_jax/attention/test_streaming_attention.py",
+    "tests/kvq_models/inference/test_decoding.py",
+    "tests/benchmarks/gpu/test_random_bodies.py",
+    "tests/kvq_tools/cli/test_cli_calibration.py",
+    "tests/kvq_tools/evaluation/test_lm_eval_model.py",
+    "tests/kvq_tools/report/test_report.py",
+    "tests/benchmarks/quality/test_key_bias.py",
+    "tests/test_own_model.py",
+)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forget_compiled_programs() -> Iterator[None]:
-    """Drops compiled programs after a module, once they have become many."""
-    yield
-    mappings = pathlib.Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_text().count("\n") > MOST_MAPPINGS:
-        jax.clear_caches()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the longest files to the front; the others keep their order."""
+    places = {file: i for i, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
