@@ -14,14 +14,18 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole chara
 
 
 class Continuation:
-    """The text after a prompt. Without a tokenizer, the token ids themselves, separated by spaces."""
+    """The text after a prompt. Without a tokenizer, the token ids themselves, separated by spaces.
 
-    def __init__(self, tokenizer: Any, prompt: list[int]):
-        self._tokenizer, self._prompt, self._shown = tokenizer, prompt, 0
+    A last token among `end_ids` is no part of it: it only says that the text ends, and not every tokenizer counts it as special.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: list[int], end_ids: tuple[int, ...] = ()):
+        self._tokenizer, self._prompt, self._end_ids, self._shown = tokenizer, prompt, end_ids, 0
         self._before = "" if tokenizer is None else self._decode(prompt)
 
     def text(self, ids: list[int]) -> str:
         """Return the text of the tokens `ids` after the prompt."""
+        ids = ids[:-1] if ids and ids[-1] in self._end_ids else ids
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         whole = self._decode([*self._prompt, *ids])

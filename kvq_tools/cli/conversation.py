@@ -117,7 +117,7 @@ class Conversation:
     def prepare(self, turn: Turn) -> None:
         """Compile the programs that the answer to a turn will run."""
         settings, (tokens, lengths) = self._settings, self._padded(turn)
-        generated = (self._budget(turn), settings.sampling, self._eos_ids, settings.implementation)
+        generated = (self._budget(turn), settings.sampling, self.end_ids, settings.implementation)
         compile_generation(self._llama, self.cache, tokens, lengths, *generated)
         self._compiled.add(self._shape(turn))
 
@@ -137,7 +137,7 @@ class Conversation:
         answer = self._hold(state, turn, before)
         while not (self._ended(answer) or len(answer) == budget or stopped()):
             until = jnp.int32(min(len(answer) + STREAM_STEPS, budget))
-            state = generation.advance(self._llama, state, key, until, settings.sampling, self._eos_ids, settings.implementation)
+            state = generation.advance(self._llama, state, key, until, settings.sampling, self.end_ids, settings.implementation)
             answer = self._hold(state, turn, before)
             yield answer
         if self._ended(answer):
@@ -165,11 +165,12 @@ class Conversation:
         self.ids = self.ids[:kept]
 
     @property
-    def _eos_ids(self) -> tuple[int, ...]:
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
         return self._llama.config.eos_token_ids
 
     def _ended(self, answer: list[int]) -> bool:
-        return bool(answer) and answer[-1] in self._eos_ids
+        return bool(answer) and answer[-1] in self.end_ids
 
     def _budget(self, turn: Turn) -> int:
         """Return how many tokens the answer may have."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ import jax
 
 import kvq_jax as kvq
 from kvq_models.calibration.needs import needs
+from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import check_calibration
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import checkpoint
@@ -55,7 +58,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=positive, default=max_new_tokens, help="stop after N tokens (default: %(default)s)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default; 1 where --top-k, --top-p or --min-p asks for sampling)")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
     parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
@@ -65,16 +68,46 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
         choices=("xla", "pallas"),
         help="what reads the packed cache (default: fused kernels on a GPU where the cache has them, else xla)",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and full-precision rows (default: %(default)s)"
-    )
+    add_dtype(parser, rows="bfloat16 rows")
+
+
+def add_dtype(parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = "") -> None:
+    """Add --dtype, which `model_dtype` reads. rows: what full-precision rows are by default, where they differ from the model;
+    beside: more of the help."""
+    default = "the fastest on the device: float32 on a CPU, else bfloat16" + (f"; {rows}" if rows else "")
+    parser.add_argument("--dtype", choices=DTYPES, help=f"of weights, activations and full-precision rows (default: {default}){beside}")
+
+
+def model_dtype(options: argparse.Namespace) -> str:
+    """Return the dtype of weights and activations: the one asked for, or the fastest on the device."""
+    return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def rows_dtype(options: argparse.Namespace) -> str:
+    """Return the dtype of full-precision rows of the cache: the one asked for, or bfloat16, whatever the weights are."""
+    return options.dtype or CACHE_DTYPE
 
 
 def checked_sampling(options: argparse.Namespace) -> Sampling:
+    """Return the rule of sampling. An option that only sampling has asks for a temperature of 1, and is refused beside a greedy one."""
+    asked = {"top-k": options.top_k > 0, "top-p": options.top_p < 1, "min-p": options.min_p > 0}
+    drawn = [name for name, given in asked.items() if given]
+    if options.temperature is None:
+        options.temperature = 1.0 if drawn else 0.0
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     with input_errors():
         sampling.check()
+    if drawn and not options.temperature:
+        raise UserError(f"--{drawn[0]} has no effect at --temperature 0, which is greedy: leave one of them out")
     return sampling
+
+
+def sampling_in_words(sampling: Sampling) -> str:
+    """Return the rule of sampling for a footer."""
+    if not sampling.temperature:
+        return "greedy"
+    limits = (("top-k", sampling.top_k, 0), ("top-p", sampling.top_p, 1), ("min-p", sampling.min_p, 0))
+    return ", ".join([f"temperature {sampling.temperature:g}", *(f"{name} {value:g}" for name, value, all_ in limits if value != all_)])
 
 
 def cache_spec(text: str) -> kvq.CacheSpec:
@@ -189,11 +222,43 @@ def raw_config(model: str) -> dict[str, Any]:
 
 
 def read_text(path: str) -> str:
+    """Read a UTF-8 text, without the byte-order mark that some editors write."""
     with input_errors():
         try:
-            return Path(path).read_text(encoding="utf-8")
+            return Path(path).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{path!r} is not UTF-8 text: {error}") from error
+
+
+def read_prompt(path: str) -> str:
+    """Read a prompt from a file, or from stdin where the path is `-`."""
+    if path != "-":
+        return read_text(path)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"what came on stdin is not UTF-8 text: {error}") from error
+
+
+def output_directory(path: str, *, empty: bool = False) -> Path:
+    """Make the directory that --out names, and see that files can be written there, before any work is done."""
+    out = Path(path)
+    if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out {path!r} exists and is not an empty directory; name a new one")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {path!r} is a file; name a directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        raise UserError(f"--out {path!r} cannot be written: {error}") from error
+
+
+def warn_beyond(tokens: int, config: LlamaConfig) -> None:
+    """Warn where a model meets more tokens than it was trained for."""
+    if tokens > config.max_position_embeddings:
+        warn(f"{tokens} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
 
 
 def load_tokenizer(model: str) -> Any:

@@ -64,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, max_new_tokens: int | None, d
     parser.add_argument("--batch", metavar="B", type=inputs.positive, default=BATCH, help="prompts at a time (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template, as the user's turn")
     parser.add_argument("--answers", metavar="F", help="a new file for every answer as it comes, one JSON object a line")
-    parser.add_argument(
-        "--dtype", choices=inputs.DTYPES, default="float32", help="of weights, activations and full-precision rows (default: %(default)s)"
-    )
+    inputs.add_dtype(parser)
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = None) -> None:
@@ -123,6 +121,7 @@ def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:
 
 def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     """Answer every sample through every cache and print the scores; everything that needs no weights is checked before they are read."""
+    options.dtype = inputs.model_dtype(options)
     caches = options.cache or [inputs.named_cache("dense")]
     config = inputs.read_config(options.model, *(spec for _, spec in caches))
     files = inputs.calibrations(config, [spec for _, spec in caches], options.calibration or [])
@@ -222,7 +221,8 @@ def _print(result: dict[str, Any]) -> None:
     metrics = list(first["scores"])
     title = (
         f"\n{result['model']}: {result['task']}, {result['samples']} samples with prompts of {result['prompt_tokens'][0]} to "
-        f"{result['prompt_tokens'][1]} tokens; scores in percent; bytes at {first['capacity']} tokens"
+        f"{result['prompt_tokens'][1]} tokens; scores in percent; bytes at {first['capacity']} tokens; "
+        f"{result['dtype']}"
     )
     rows = [
         (

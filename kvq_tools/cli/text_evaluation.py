@@ -52,12 +52,7 @@ def add_request(parser: argparse.ArgumentParser, required: bool = True) -> None:
         default=BUCKETS,
         help="parts of a window in numbers by position (default: %(default)s)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=inputs.DTYPES,
-        default="float32",
-        help="of weights, activations and full-precision rows (default: %(default)s); in bfloat16, --cache dense shows rounding alone",
-    )
+    inputs.add_dtype(parser, beside="; in bfloat16, --cache dense shows rounding alone")
 
 
 def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Settings, list[str | None]]:
@@ -65,6 +60,7 @@ def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Se
     for name, mode in (("chunk", "chunked"), ("prompt", "decode"), ("step", "decode")):
         if getattr(options, name) is not None and options.mode != mode:
             raise UserError(f"--{name} is for --mode {mode}, not {options.mode}")
+    options.dtype = inputs.model_dtype(options)
     whole = inputs.read_text(options.text)
     specs = [spec for _, spec in options.cache]
     config = inputs.read_config(options.model, *specs)

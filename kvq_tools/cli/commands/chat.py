@@ -34,7 +34,7 @@ Ctrl-C   stop an answer; what was shown of it stays part of the conversation"""
 DESCRIPTION = """\
 Talks with a model whose conversation stays in one cache: each turn adds its own tokens, and what was said before is read
 from the cache, quantized. After each answer one line shows what the cache holds. Lines are read from the terminal, or from
-a pipe. The model needs a chat template. Greedy unless --temperature is given."""
+a pipe. The model needs a chat template. Greedy unless --temperature, --top-k, --top-p or --min-p is given."""
 
 EPILOG = f"""\
 examples:
@@ -66,10 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     settings, tokenizer, capacity = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-    new_cache = functools.partial(inputs.new_cache, options.cache, llama.config, capacity, options.dtype)
+    new_cache = functools.partial(inputs.new_cache, options.cache, llama.config, capacity, inputs.rows_dtype(options))
     conversation = Conversation(llama, tokenizer, new_cache, settings, options.system)
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
@@ -99,9 +99,8 @@ def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     capacity = options.capacity or min(MOST_CAPACITY, config.max_position_embeddings)
-    if capacity > config.max_position_embeddings:
-        warn(f"{capacity} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
-    layout = kvq.layout(options.cache, config, 1, capacity, options.dtype)
+    inputs.warn_beyond(capacity, config)
+    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options))
     inputs.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
@@ -160,7 +159,7 @@ def _turn(conversation: Conversation, tokenizer: Any, message: str, *, show: boo
     again = len(conversation.ids) - turn.kept
     if again:
         warn(f"the chat template rewrites what was said: the last {again} tokens of the cache are dropped and read again")
-    continuation = Continuation(tokenizer, [*conversation.ids[: turn.kept], *turn.tokens])
+    continuation = Continuation(tokenizer, [*conversation.ids[: turn.kept], *turn.tokens], conversation.end_ids)
     ids: list[int] = []
     with _interruptible() as stopped:
         if conversation.needs_compiling(turn):

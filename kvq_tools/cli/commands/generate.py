@@ -17,7 +17,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.timed import TimedGeneration
 
@@ -26,7 +26,7 @@ CAPACITY_STEP = 64
 DESCRIPTION = """\
 Continues a prompt with a Llama-family checkpoint whose keys and values go through the cache SPEC, prints the text, and
 ends with one line that tells what was really done: the cache and its bytes, the bytes of a bf16 cache, tokens, times
-(compilation apart) and speed. Greedy unless --temperature is given."""
+(compilation apart) and speed. Greedy unless --temperature, --top-k, --top-p or --min-p is given."""
 
 EPILOG = f"""\
 examples:
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     inputs.add_model(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="P", help="the text to continue")
-    prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue")
+    prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue; - reads stdin")
     prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
     parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
     inputs.add_calibration(parser)
@@ -71,10 +71,10 @@ class GenerationRequest:
 def run(options: argparse.Namespace) -> None:
     request = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-        cache = inputs.new_cache(options.cache, llama.config, request.capacity, options.dtype)
+        cache = inputs.new_cache(options.cache, llama.config, request.capacity, inputs.rows_dtype(options))
     with progress("compiling"):
         generation = TimedGeneration(
             llama,
@@ -86,13 +86,19 @@ def run(options: argparse.Namespace) -> None:
             seed=options.seed,
             implementation=options.implementation,
         )
-    continuation = Continuation(request.tokenizer, request.prompt)
+    continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
     ids, cache = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
     implementations = decoding.implementations(cache, options.implementation)
-    done = _report(generation, cache, request, ids, implementations) | {"calibration": options.calibration}
+    done = _report(generation, cache, request, ids, implementations) | {
+        "model": options.model,
+        "dtype": inputs.model_dtype(options),
+        "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
+        "calibration": options.calibration,
+    }
     if options.json:
-        print_json(done | {"text": None if request.tokenizer is None else continuation.text(ids), "tokens": ids})
+        text = None if request.tokenizer is None else continuation.text(ids)
+        print_json(done | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
         return
     print(continuation.push(ids, last=True))
     print(footer(done))
@@ -101,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check all that needs no weights."""
     sampling = inputs.checked_sampling(options)
-    text = inputs.read_text(options.prompt_file) if options.prompt_file is not None else options.prompt
+    text = inputs.read_prompt(options.prompt_file) if options.prompt_file is not None else options.prompt
     if text == "":
         raise UserError("the prompt is empty; give at least one character")
     if options.chat and text is None:
@@ -114,7 +120,7 @@ def _checked(options: argparse.Namespace) -> GenerationRequest:
     prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
     inputs.check_tokens(prompt, config)
     request = GenerationRequest(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
-    layout = kvq.layout(options.cache, config, 1, request.capacity, options.dtype)
+    layout = kvq.layout(options.cache, config, 1, request.capacity, inputs.rows_dtype(options))
     inputs.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
@@ -125,8 +131,7 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
     need = prompt + options.max_new_tokens
     if options.capacity is not None and options.capacity < need:
         raise UserError(f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity {options.capacity}")
-    if need > config.max_position_embeddings:
-        warn(f"{need} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+    inputs.warn_beyond(need, config)
     return options.capacity or inputs.round_up(need, CAPACITY_STEP)
 
 
@@ -160,6 +165,8 @@ def _report(
         "outliers": {"exact": kept, "without_slot": dropped},
         "prompt_tokens": len(request.prompt),
         "new_tokens": len(ids),
+        "finish": "ended" if ids[-1] in request.config.eos_token_ids else "max-new-tokens",
+        "rows_dtype": cache.dtype,
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
         "compile_seconds": generation.compile_seconds,
@@ -167,6 +174,14 @@ def _report(
         "implementation": "+".join(sorted(set(implementations))),
         "skip_layers": list(cache.spec.skip_layers),
     }
+
+
+_END = {"ended": ", the last one the end token", "max-new-tokens": ""}
+
+
+def _sampled(sampling: dict[str, Any]) -> str:
+    rule = Sampling(**{name: value for name, value in sampling.items() if name != "seed"})
+    return inputs.sampling_in_words(rule) + (f", seed {sampling['seed']}" if rule.temperature else "")
 
 
 def footer(done: dict[str, Any]) -> str:
@@ -179,7 +194,8 @@ def footer(done: dict[str, Any]) -> str:
         f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
         f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
         f"{done['quantized_tokens']} of {live} tokens quantized; "
-        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens; "
+        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens{_END[done['finish']]}; "
+        f"{_sampled(done['sampling'])}; weights {done['dtype']}, full-precision rows {done['rows_dtype']}; "
         f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
         f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}; "
         f"layers skipped: {', '.join(map(str, done['skip_layers'])) or 'none'}]"

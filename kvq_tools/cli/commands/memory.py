@@ -57,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
     context = options.context or config.max_position_embeddings
+    inputs.warn_beyond(context, config)
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget
         caches = [{"name": text} | describe(spec, config, *sizes, options.roofline) for text, spec in options.cache]

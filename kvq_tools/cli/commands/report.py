@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("kvq report needs matplotlib: pip install 'kvq-jax[report]'")
     report = _made(options) if options.source is None else _read(options)
-    out = _directory(options.out)
+    out = inputs.output_directory(options.out)
     with input_errors():
         written = [write.write_numbers(report, out), *write.write_page(report, out, bar)]
     if options.json:
@@ -107,7 +107,7 @@ def _made(options: argparse.Namespace) -> schema.Report:
         raise UserError(f"--cache {twice[0]} is given twice")
     config, text, settings, files = text_evaluation.checked(options)
     shown = _contexts(options, config)
-    _directory(options.out)  # fails now rather than at the end
+    inputs.output_directory(options.out)  # fails now rather than at the end
     with progress(f"loading {options.model}"), input_errors():
         plain, _ = load_llama(options.model, dtype=options.dtype)
         prepared = zip(options.cache, files, strict=True)
@@ -131,15 +131,6 @@ def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ..
     if chosen and chosen[0] <= options.steps:
         raise UserError(f"--contexts {chosen[0]} has no room for {options.steps + 1} steps; give more tokens, or fewer --steps")
     return chosen
-
-
-def _directory(path: str) -> Path:
-    out = Path(path)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {path!r} is a file; name a directory")
-    with input_errors():
-        out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def _argument(name: str) -> str:

@@ -85,8 +85,7 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     with input_errors():
         check(config, stress)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"--out {options.out!r} exists and is not an empty directory; name a new one")
+    inputs.output_directory(options.out, empty=True)
     with progress(f"loading {options.model}"), input_errors():
         source = checkpoint.open_checkpoint(options.model)
         llama = checkpoint.load_weights(source, dtype="float32")

@@ -1,0 +1,124 @@
+"""What people expect of prompts and texts: where they end, where they come from, how tokens are drawn, and in which dtype."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import json
+import shutil
+
+import jax
+import pytest
+
+from kvq_models.inference.sampling import Sampling
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import UserError
+from kvq_tools.cli.continuation import Continuation
+from tests.kvq_models.checkpoints import PROMPT
+from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error, stop_before_weights
+
+NEW = 12
+
+
+def test_the_end_token_is_a_token_and_no_text(model, tmp_path, run, run_json):
+    """An end token that the tokenizer does not count as special: of what the model says, the fourth token becomes one."""
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", NEW, "--dtype", "float32")
+    whole = run_json("generate", model, *arguments)
+    end = whole["tokens"][3]
+    shutil.copytree(model, tmp_path / "ending")
+    (tmp_path / "ending" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    ended = run_json("generate", tmp_path / "ending", *arguments)
+    told = whole["tokens"].index(end)
+    assert ended["tokens"] == whole["tokens"][: told + 1], "the end token is one of the tokens"
+    prompt = inputs.load_tokenizer(str(model))(PROMPT).input_ids
+    continuation = Continuation(inputs.load_tokenizer(str(model)), prompt)
+    assert ended["text"] == continuation.text(whole["tokens"][:told])
+    assert ended["text"] != continuation.text(whole["tokens"][: told + 1]), "the end token spells nothing: the test shows nothing"
+    assert (whole["finish"], ended["finish"]) == ("max-new-tokens", "ended")
+    assert ended["prompt_ids"] == prompt
+    assert (ended["model"], ended["prompt_tokens"]) == (str(tmp_path / "ending"), len(prompt))
+    _, out, _ = run("generate", tmp_path / "ending", *arguments, "--stream")
+    text, footer = out.removesuffix("\n").rsplit("\n", 1)
+    assert text == "".join(c for c in ended["text"] if c.isprintable() or c in "\n\t")
+    assert f"{told + 1} new tokens, the last one the end token; greedy; weights float32, full-precision rows float32" in footer
+
+
+def test_a_stream_shows_no_end_token(model):
+    tokenizer = inputs.load_tokenizer(str(model))
+    ids = tokenizer("plain words", add_special_tokens=False).input_ids
+    for tokens, shown in ((ids, "plain words"), (None, " ".join(map(str, ids)))):
+        stream = Continuation(tokenizer if tokens else None, [1], (ids[0] + 1000, 7))
+        assert stream.push([*ids, 7]) == shown
+        assert stream.push([*ids, 7], last=True) == ""
+
+
+def options_of_sampling(*arguments):
+    parser = argparse.ArgumentParser()
+    inputs.add_sampling(parser, max_new_tokens=8)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sampling", "words"),
+    [
+        ((), Sampling(0.0), "greedy"),
+        (("--top-k", "5"), Sampling(1.0, 5), "temperature 1, top-k 5"),
+        (("--top-p", "0.9"), Sampling(1.0, 0, 0.9), "temperature 1, top-p 0.9"),
+        (("--min-p", "0.1"), Sampling(1.0, min_p=0.1), "temperature 1, min-p 0.1"),
+        (("--temperature", "0.7", "--top-k", "5"), Sampling(0.7, 5), "temperature 0.7, top-k 5"),
+        (("--temperature", "0"), Sampling(0.0), "greedy"),
+    ],
+)
+def test_an_option_of_sampling_samples(arguments, sampling, words):
+    assert inputs.checked_sampling(options_of_sampling(*arguments)) == sampling
+    assert inputs.sampling_in_words(sampling) == words
+
+
+@pytest.mark.parametrize("option", [("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1")])
+def test_an_option_of_sampling_beside_a_greedy_temperature_is_an_error(option):
+    with pytest.raises(UserError, match=f"{option[0]} has no effect at --temperature 0"):
+        inputs.checked_sampling(options_of_sampling("--temperature", "0", *option))
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+def test_a_prompt_can_come_from_stdin_and_a_byte_order_mark_is_no_part_of_it(tmp_path, monkeypatch):
+    for content, text in ((BOM + "né\n".encode(), "né\n"), (b"a\r\nb", "a\nb"), (b"", "")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        (tmp_path / "prompt.txt").write_bytes(content)
+        assert inputs.read_prompt("-") == inputs.read_prompt(str(tmp_path / "prompt.txt")) == text
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(UserError, match="what came on stdin is not UTF-8 text"):
+        inputs.read_prompt("-")
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_one_default_dtype_is_the_fastest_on_the_device(backend, dtype, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    for command in ("generate", "chat", "eval", "passkey", "niah", "ruler", "report"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"kvq_tools.cli.commands.{command}").configure(parser)
+        (action,) = (action for action in parser._actions if action.dest == "dtype")
+        options = argparse.Namespace(dtype=action.default)
+        assert inputs.model_dtype(options) == dtype, f"kvq {command}"
+        assert inputs.rows_dtype(options) == "bfloat16", f"kvq {command}"
+    assert inputs.model_dtype(argparse.Namespace(dtype="float16")) == "float16", "what is asked for is taken"
+
+
+@pytest.mark.parametrize("command", ["stress", "report"])
+def test_out_is_checked_before_work(command, model, tmp_path, run, monkeypatch):
+    for name in ("report", "stress"):
+        module = importlib.import_module(f"kvq_tools.cli.commands.{name}")
+        monkeypatch.setattr(*((module, "load_llama") if name == "report" else (module.checkpoint, "load_weights")), stop_before_weights)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "text").write_text("the cat sat on the mat " * 40)
+    own = {"stress": ("--key-bias", "1"), "report": ("--text", tmp_path / "text", "--cache", "dense")}[command]
+    assert_one_line_error(run(command, model, *own, "--out", tmp_path / "file" / "below"), "cannot be written")
+    assert_one_line_error(run(command, model, *own, "--out", tmp_path / "new" / "below"), "weights were read")
+
+
+def test_memory_warns_beyond_the_positions_of_the_model(model, run):
+    assert "257 tokens go beyond the 256 positions" in run("memory", model, "--cache", "dense", "--context", 257)[2]
+    assert "positions" not in run("memory", model, "--cache", "dense", "--context", 256)[2]
