@@ -20,13 +20,12 @@ from kvq_jax.cache.cache import Cache
 from kvq_models.inference import generation
 from kvq_models.inference.generation import STREAM_STEPS, GenerationState
 from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.inference.padding import bucket, padded
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.inputs import encode_rendered, render_chat
 from kvq_tools.cli.timed import compile_generation
-
-SHORTEST_PREFILL = 32  # tokens; a turn's are padded to a power of two from here on, so that few programs are compiled
 
 Finish = Literal["ended", "max-new-tokens", "full", "stopped"]
 
@@ -116,9 +115,11 @@ class Conversation:
 
     def prepare(self, turn: Turn) -> None:
         """Compile the programs that the answer to a turn will run."""
-        settings, (tokens, lengths) = self._settings, self._padded(turn)
-        generated = (self._budget(turn), settings.sampling, self.end_ids, settings.implementation)
-        compile_generation(self._llama, self.cache, tokens, lengths, *generated)
+        settings, budget = self._settings, self._budget(turn)
+        lengths = np.array([len(turn.tokens)], np.int32)
+        tokens = jnp.asarray(padded(np.array([turn.tokens], np.int32), lengths, self.cache.capacity))
+        generated = (budget, settings.sampling, self.end_ids, settings.implementation)
+        compile_generation(self._llama, self.cache, tokens, jnp.asarray(lengths), *generated)
         self._compiled.add(self._shape(turn))
 
     def answer(self, turn: Turn, stopped: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
@@ -129,11 +130,10 @@ class Conversation:
         settings, budget = self._settings, self._budget(turn)
         if turn.kept < len(self.ids):
             self._shorten(turn.kept)
-        tokens, lengths = self._padded(turn)
         key = jax.random.fold_in(jax.random.key(settings.seed), self._answers)
         self._answers += 1
         before = [*self.ids, *turn.tokens]
-        state = generation.start(self._llama, self.cache, tokens, lengths, budget, settings.sampling, settings.implementation)
+        state = generation.start(self._llama, self.cache, [turn.tokens], None, budget, settings.sampling, settings.implementation)
         answer = self._hold(state, turn, before)
         while not (self._ended(answer) or len(answer) == budget or stopped()):
             until = jnp.int32(min(len(answer) + STREAM_STEPS, budget))
@@ -177,13 +177,7 @@ class Conversation:
         return min(self._settings.max_new_tokens, self.cache.capacity - turn.kept - len(turn.tokens))
 
     def _shape(self, turn: Turn) -> tuple[int, int]:
-        width = max(SHORTEST_PREFILL, 1 << (len(turn.tokens) - 1).bit_length())
-        return min(width, self.cache.capacity), self._budget(turn)
-
-    def _padded(self, turn: Turn) -> tuple[jax.Array, jax.Array]:
-        row = np.zeros((1, self._shape(turn)[0]), np.int32)
-        row[0, : len(turn.tokens)] = turn.tokens
-        return jnp.asarray(row), jnp.asarray([len(turn.tokens)], jnp.int32)
+        return bucket(len(turn.tokens)), bucket(self._budget(turn))
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

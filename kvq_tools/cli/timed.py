@@ -39,7 +39,7 @@ class TimedGeneration:
         implementation: Implementation = None,
     ):
         self._llama, self._cache = llama, cache
-        self._tokens, self._lengths = jnp.asarray([prompt], jnp.int32), jnp.asarray([len(prompt)], jnp.int32)
+        self._tokens, self._lengths = decoding.checked_tokens(llama, cache, [prompt], None, new_tokens=max_new_tokens)
         self._max_new_tokens, self._sampling, self._eos_ids, self._key = max_new_tokens, sampling, eos_ids, jax.random.key(seed)
         self._implementation: Implementation = implementation
         self.prefill_seconds = self.decode_seconds = 0.0
@@ -67,7 +67,7 @@ class TimedGeneration:
                 generation.advance(self._llama, state, self._key, jnp.int32(until), self._sampling, self._eos_ids, self._implementation)
             )
             self.decode_seconds += time.perf_counter() - started
-            yield Generated(state.tokens, state.lengths, state.cache, state.logprobs)
+            yield generation.generated(state, self._max_new_tokens)
 
     def run(self) -> Generated:
         """Run the whole generation and return it."""
@@ -85,7 +85,8 @@ def compile_generation(
     eos_ids: tuple[int, ...],
     implementation: Implementation,
 ) -> None:
-    """Compile what `generation.start` and `generation.advance` will run for prompts of this shape; nothing is read or consumed."""
+    """Compile what `generation.start` and `generation.advance` will run for these prompts, padded as `checked_tokens` pads them;
+    nothing is consumed."""
 
     def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)

@@ -145,8 +145,8 @@ class Row:
 
     def compile(self) -> TimedGeneration:
         """Compile everything that `run` needs."""
-        rest, length = jnp.asarray([self.task.rest], jnp.int32), jnp.asarray([len(self.task.rest)], jnp.int32)
-        decoding.score_program.lower(self.llama, self.new_cache(), rest, length).compile()
+        rest, lengths = decoding.checked_tokens(self.llama, self.new_cache(), [self.task.rest], None)
+        decoding.score_program.lower(self.llama, self.new_cache(), rest, lengths).compile()
         return TimedGeneration(self.llama, self.new_cache(), self.task.prompt, max_new_tokens=self.task.new_tokens)
 
     def run(self, generation: TimedGeneration, continuation: Continuation) -> dict[str, Any]:

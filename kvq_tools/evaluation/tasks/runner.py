@@ -12,6 +12,7 @@ import numpy as np
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
+from kvq_models.inference.decoding import right_padded
 from kvq_models.inference.generation import generate_stream
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
@@ -96,10 +97,7 @@ def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Itera
 def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts) -> list[tuple[str, int]]:
     """Return (text, number of tokens) for each sample."""
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
-    tokens = np.zeros((len(samples), room - max_new_tokens), np.int32)
-    for row, sample in zip(tokens, samples, strict=True):
-        row[: len(sample.prompt)] = sample.prompt
-    lengths = np.array([len(sample.prompt) for sample in samples], np.int32)
+    tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
     ends, answers = llama.config.eos_token_ids, []
     for so_far in generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends):

@@ -26,7 +26,9 @@ from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, dims_of
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
+from kvq_jax.integers import int32
 from kvq_models.inference.method_parameters import parameters_for
+from kvq_models.inference.padding import cropped, padded
 from kvq_models.llama.model import HiddenBTD, Llama
 from kvq_models.llama.rope import rope_for
 
@@ -46,16 +48,21 @@ def prefill(
     """Add prompts to a cache and return (logits, cache). Logits are fp32: [B, V] after the last token of each row, or [B, T, V] for "all".
 
     tokens: [B, T] int, right-padded; lengths: [B], new tokens of each row (default: T). Attention inside the prompt is exact; tokens that
-    the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits. The given
-    cache's buffers are consumed.
+    the cache held before are read from it, quantized or in its windows. A row of length 0 stays as it is and gets nan logits, and so does
+    padding. The given cache's buffers are consumed.
+
+    Tokens are padded to one of few widths (padding.py), each of which compiles once; the results do not depend on how the caller padded.
+    Inside a caller's jit the given shape is kept.
 
     One layer's keys and values for the whole prompt exist at a time. implementation: the one that quantizes them, see `decode_step`. Raises
     ValueError where tokens do not fit the vocabulary or the capacity, or the model was prepared for another cache.
     """
-    tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
+    given = int32("tokens", tokens)
+    tokens, lengths = checked_tokens(llama, cache, given, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f'{logits=} must be "last" or "all"')
-    return prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
+    found, cache = prefill_program(llama, cache, tokens, lengths, logits == "all", implementation)
+    return (cropped(found, given.shape[1], fill=np.nan) if logits == "all" else found), cache
 
 
 @functools.partial(jax.jit, static_argnames=("all_logits", "implementation"), donate_argnames="cache")
@@ -67,7 +74,7 @@ def prefill_program(
     step = begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters, implementation=implementation)
     hidden, cache = _advance(llama, step, tokens)
     if all_logits:
-        return llama.logits(hidden), cache
+        return jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan), cache
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
     logits = llama.logits(last)[:, 0]
     return jnp.where(lengths[:, None] > 0, logits, jnp.nan), cache
@@ -88,6 +95,7 @@ def decode_step(
     Raises ValueError, with the reason, where a named one cannot run, and for another model's cache.
     """
     check_dims(llama, cache)
+    token = jnp.asarray(int32("token", token))
     tokens = token if token.ndim == 2 else token[:, None]
     lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
     parameters = parameters_for(llama, cache.spec)
@@ -112,8 +120,10 @@ def score(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None
     The first token of each row is only read, so entry 0 is 0; so are entries at padding. [B, T, V] logits are never materialized. Same
     arguments, errors and consumption of the cache as `prefill`.
     """
-    tokens, lengths = checked_tokens(llama, cache, tokens, lengths)
-    return score_program(llama, cache, tokens, lengths)
+    given = int32("tokens", tokens)
+    tokens, lengths = checked_tokens(llama, cache, given, lengths)
+    logprobs, cache = score_program(llama, cache, tokens, lengths)
+    return cropped(logprobs, given.shape[1]), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -191,22 +201,22 @@ def finish_by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array
 
 
 def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
-    """Return tokens [B, T] and lengths [B] as int32 arrays. Raise ValueError, in one line, where they do not fit the cache, the vocabulary
-    or the capacity, or the model carries parameters for another cache.
+    """Return tokens [B, W] and lengths [B] as int32 arrays, padded to the width of a program. Raise ValueError, in one line, where they are
+    no integers, do not fit the cache, the vocabulary or the capacity, or the model carries parameters for another cache.
 
-    `new_tokens` are those that will be generated after them. Traced values cannot be inspected: inside a caller's jit only shapes are
-    checked.
+    `new_tokens` are those that will be generated after them. Traced values cannot be inspected: inside a caller's jit only shapes and
+    dtypes are checked, and nothing is padded.
     """
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = int32("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
     check_dims(llama, cache)
     parameters_for(llama, cache.spec)
-    lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32) if lengths is None else int32("lengths", lengths)
     if lengths.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {lengths.shape}")
     if any(isinstance(a, Tracer) for a in (tokens, lengths, cache.lengths)):
-        return tokens, lengths
+        return jnp.asarray(tokens), jnp.asarray(lengths)
     ids, new, held = (np.asarray(a) for a in (tokens, lengths, cache.lengths))
     if new.min() < 0 or new.max() > ids.shape[1]:
         raise ValueError(f"lengths must be between 0 and {ids.shape[1]}, got {new.tolist()}")
@@ -220,7 +230,7 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
         row = int(need.argmax())
         parts = f"{held[row]} cached + {new[row]} prompt" + (f" + {new_tokens} new" if new_tokens else "")
         raise ValueError(f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is {cache.capacity}")
-    return tokens, lengths
+    return jax.device_put((padded(ids, new, cache.capacity), new))
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
@@ -15,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvq_jax.array_types import Integers
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
+from kvq_jax.integers import int32
 from kvq_jax.pytree import pytree
 from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill_program
+from kvq_models.inference.padding import bucket, cropped
 from kvq_models.inference.sampling import Sampling, sample
 from kvq_models.llama.model import Llama
 
@@ -43,12 +46,12 @@ class Generated:
 @pytree
 @dataclasses.dataclass(frozen=True)
 class GenerationState:
-    """The state of the loop: next logits, the tokens so far, the rows that have ended."""
+    """The state of the loop: next logits, the tokens so far, the rows that have ended. W is max_new_tokens or more (padding.py)."""
 
     cache: Cache
     logits: Float[Array, "B V"]
-    tokens: Int[Array, "B new"]
-    logprobs: Float[Array, "B new"]
+    tokens: Int[Array, "B W"]
+    logprobs: Float[Array, "B W"]
     lengths: Int[Array, "B"]
     ended: Bool[Array, "B"]
     step: Int[Array, ""]
@@ -75,7 +78,7 @@ def generate(
     """
     state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     state = advance(llama, state, _key(key), jnp.int32(max_new_tokens), sampling, tuple(eos_ids), implementation)
-    return Generated(state.tokens, state.lengths, state.cache, state.logprobs)
+    return generated(state, max_new_tokens)
 
 
 def generate_stream(
@@ -99,7 +102,12 @@ def generate_stream(
     while until < max_new_tokens and not bool(jnp.all(state.ended)):
         until = min(until + STREAM_STEPS, max_new_tokens)
         state = advance(llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
-        yield Generated(state.tokens, state.lengths, state.cache, state.logprobs)
+        yield generated(state, max_new_tokens)
+
+
+def generated(state: GenerationState, max_new_tokens: int) -> Generated:
+    """Return what the state holds, without the columns that only round its width up."""
+    return Generated(cropped(state.tokens, max_new_tokens), state.lengths, state.cache, cropped(state.logprobs, max_new_tokens))
 
 
 def _key(key: Array | None) -> Array:
@@ -117,19 +125,19 @@ def start(
 ) -> GenerationState:
     """Check a request, add its prompts to the cache, and return the loop's first state. Raises as `generate`."""
     sampling.check()
-    if max_new_tokens < 1:
+    if int32("max_new_tokens", max_new_tokens).ndim or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     implementations(cache, implementation)
     tokens, lengths = checked_tokens(llama, cache, tokens, lengths, new_tokens=max_new_tokens)
-    if not isinstance(lengths, Tracer) and int(lengths.min()) < 1:
-        raise ValueError(f"row {int(lengths.argmin())} has an empty prompt; give at least one token")
+    if not isinstance(lengths, Tracer) and np.asarray(lengths).min() < 1:
+        raise ValueError(f"row {np.asarray(lengths).argmin()} has an empty prompt; give at least one token")
     logits, cache = prefill_program(llama, cache, tokens, lengths, False, implementation)
-    batch = cache.batch
+    batch, width = cache.batch, bucket(max_new_tokens)
     return GenerationState(
         cache,
         logits,
-        jnp.zeros((batch, max_new_tokens), jnp.int32),
-        jnp.zeros((batch, max_new_tokens), jnp.float32),
+        jnp.zeros((batch, width), jnp.int32),
+        jnp.zeros((batch, width), jnp.float32),
         jnp.zeros((batch,), jnp.int32),
         jnp.zeros((batch,), bool),
         jnp.int32(0),

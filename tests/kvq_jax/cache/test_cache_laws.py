@@ -107,6 +107,21 @@ def test_padding_never_enters(case: MethodCase):
 
 
 @cases()
+def test_padding_past_the_capacity_never_enters(case: MethodCase):
+    """A second prompt whose padding does not fit into what is left of the cache."""
+    plan, state = empty(case.spec)
+    tokens, lengths, zero = sequences(), boundary_lengths(plan), np.zeros(8, np.int32)
+    held, own, capacity = prompts_of(lengths), parameters_of(plan), plan.regions.capacity
+    _, first, _ = prefill(plan, own, state, tokens.window(zero, held, capacity), tokens.below(plan))
+    runs = [prefill(plan, own, first, tokens.window(held, lengths, capacity, p), tokens.below(plan)) for p in (0.0, np.nan, 3e38)]
+    real = (np.arange(capacity) < (lengths - held)[:, None])[:, None, :, None]
+    for out, after, _ in runs:
+        assert not differences(live(plan, runs[0][1], lengths), live(plan, after, lengths))
+        np.testing.assert_array_equal(np.where(real, out, 0), np.where(real, runs[0][0], 0))
+    assert differences(live(plan, first, lengths), live(plan, runs[0][1], lengths)), "the second prompt is not in the cache"
+
+
+@cases()
 def test_windows_hold_exact_rows_and_the_body_holds_the_rest(case: MethodCase):
     plan, state = empty(case.spec)
     tokens, lengths = sequences(), boundary_lengths(plan)
