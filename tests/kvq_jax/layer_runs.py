@@ -203,7 +203,7 @@ def run(
         state = dataclasses.replace(state, stats=stats)
     if prompt.max() > 0:
         inputs = tokens.window(np.zeros_like(prompt), prompt, capacity, padding)
-        if stats is None:
+        if not jax.tree.leaves(stats):  # none are given, or the method has none
             _, state, _ = prefill(plan, parameters_of(plan), state, inputs, tokens.below(plan))
         else:
             state = append(plan, parameters_of(plan), state, inputs, tokens.below(plan), prefill=True)
