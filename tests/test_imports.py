@@ -1,4 +1,4 @@
-"""Imports run one way: benchmarks, tests, tools -> kvq_tools -> kvq_models -> kvq_jax -> pallas_kernels -> jax."""
+"""Imports run one way: benchmarks, tests, tools -> kvq_tools -> kvq_models -> kvq_jax -> pallas_kernels and cpu_kernels -> jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-ORDER = ("pallas_kernels", "kvq_jax", "kvq_models", "kvq_tools", "tools", "benchmarks", "tests")  # each may import those before it
+ORDER = (
+    "cpu_kernels",
+    "pallas_kernels",
+    "kvq_jax",
+    "kvq_models",
+    "kvq_tools",
+    "tools",
+    "benchmarks",
+    "tests",
+)  # each may import those before it
 FOLDERS = {"kvq_models": "models/kvq_models"}  # of packages that do not lie at the top
 LAYOUT, OPTIONS = "pallas_kernels.tiles.layout", "pallas_kernels.launch"
 PARTIAL = "pallas_kernels.decode_attention.partial_attention"
@@ -19,13 +28,16 @@ KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what
     "kvq_jax/arrays/polar_array.py": (LAYOUT,),
     "kvq_jax/arrays/slot_array.py": (LAYOUT,),
     "kvq_jax/arrays/sparse_outliers.py": (LAYOUT,),
-    "kvq_jax/attention/dispatch.py": (LAYOUT, OPTIONS),
+    "kvq_jax/attention/dispatch.py": (LAYOUT, OPTIONS, "cpu_kernels.library"),
     "kvq_jax/attention/fused.py": ("pallas_kernels",),
+    "kvq_jax/attention/native.py": (PARTIAL, "cpu_kernels"),
     "kvq_jax/attention/online_softmax.py": (PARTIAL,),
     "kvq_jax/attention/streaming.py": (PARTIAL,),
     "kvq_jax/codecs/kernel_readers.py": (LAYOUT, "pallas_kernels.readers"),
+    "kvq_jax/codecs/native_bodies.py": (LAYOUT, "cpu_kernels.body"),
     "kvq_jax/rope.py": ("pallas_kernels.angles",),
 }
+KERNELS = ("cpu_kernels", "pallas_kernels")  # neither knows of the other
 HEAVY = {"torch", "transformers"}  # never needed to import the cache or the kernels
 
 
@@ -52,11 +64,12 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
         top = name.split(".")[0]
         wrong_way = top in ORDER and ORDER.index(top) > ORDER.index(own)
         allowed = KERNEL_DOORS.get(path.as_posix(), ())
-        past_the_door = top == "pallas_kernels" and own == "kvq_jax" and not any(f"{name}.".startswith(f"{door}.") for door in allowed)
-        around_the_cache = top == "pallas_kernels" and own in ("kvq_models", "kvq_tools", "tools")
+        past_the_door = top in KERNELS and own == "kvq_jax" and not any(f"{name}.".startswith(f"{door}.") for door in allowed)
+        around_the_cache = top in KERNELS and own in ("kvq_models", "kvq_tools", "tools")
         from_the_top = own == "kvq_tools" and path.parts[1] not in ("cli", "__main__.py") and f"{name}.".startswith("kvq_tools.cli.")
-        heavy = top in HEAVY and own in ("kvq_jax", "pallas_kernels")
-        if wrong_way or past_the_door or around_the_cache or from_the_top or heavy:
+        heavy = top in HEAVY and own in ("kvq_jax", *KERNELS)
+        kernels_of_another_device = top in KERNELS and own in KERNELS and top != own
+        if wrong_way or past_the_door or around_the_cache or from_the_top or heavy or kernels_of_another_device:
             found.append(f"{path} imports {name}")
     return found
 
@@ -76,7 +89,10 @@ def test_imports_run_one_way():
         ("kvq_jax/cache/cache.py", "from pallas_kernels.tiles.layout import PlaneLayout"),
         ("kvq_jax/arrays/packing.py", "from pallas_kernels.tiles.words import read_words"),
         ("kvq_jax/attention/dispatch.py", "import pallas_kernels.decode_attention"),
+        ("kvq_jax/attention/dispatch.py", "from cpu_kernels.attention import decode_attention"),
         ("pallas_kernels/launch.py", "def f():\n    import kvq_jax"),
+        ("pallas_kernels/launch.py", "from cpu_kernels import library"),
+        ("cpu_kernels/body.py", "from pallas_kernels.tiles.layout import PlaneLayout"),
         ("models/kvq_models/llama/model.py", "from pallas_kernels import launch"),
         ("models/kvq_models/llama/model.py", "from kvq_tools import evaluate"),
         ("models/kvq_models/llama/model.py", "import benchmarks.cpu.attention as a"),
@@ -93,6 +109,7 @@ def test_a_wrong_import_is_found(path: str, source: str):
     ("path", "source"),
     [
         ("kvq_jax/attention/fused.py", "import pallas_kernels.decode_attention"),
+        ("kvq_jax/attention/native.py", "from cpu_kernels.attention import decode_attention"),
         ("kvq_jax/arrays/packing.py", "from pallas_kernels.tiles.layout import PlaneLayout"),
         ("models/kvq_models/llama/model.py", "from kvq_jax.cache.cache import Cache"),
         ("kvq_tools/cli/commands/eval.py", "from kvq_tools.cli import inputs"),

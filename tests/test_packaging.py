@@ -16,7 +16,7 @@ import pytest
 import kvq_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
-OURS = {"kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
+OURS = {"cpu_kernels", "kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
 LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors"}  # all that kvq_jax needs

@@ -1,11 +1,12 @@
-"""The choice between XLA and fused kernels, which read a layer's body in a decode step and quantize the blocks that age into it.
+"""The choice between XLA and kernels, which read a layer's body in a decode step and, on a GPU, quantize the blocks that age into it.
 
-None       a kernel where the process runs on a GPU and `unsupported` finds no obstacle, else XLA
+None       on a GPU the fused kernel, on a CPU the native one, where nothing stands in its way (`unsupported`), else XLA
 "xla"      the streaming path, everywhere
-"pallas"   the kernel; ValueError with the reason where it cannot run
-a Launch   the kernel, launched with these options whatever the device: for tests (interpret=True) and compilation ahead of time
+"pallas"   the fused kernels for GPUs; ValueError with the reason where they cannot run
+"native"   the C++ kernel for CPUs; ValueError with the reason where it cannot run
+a Launch   the fused kernels, launched with these options whatever the device: for tests (interpret=True) and compilation ahead of time
 
-Kernels are imported only when one is needed: the Triton route of Pallas is deprecated since JAX 0.11, and XLA does without it.
+Fused kernels are imported only when one is needed: the Triton route of Pallas is deprecated since JAX 0.11, and XLA does without it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,40 @@ from typing import Literal, TypeAlias
 
 import jax
 
+from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
-from kvq_jax.attention import streaming
+from kvq_jax.attention import native, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.tiles.layout import SPAN
 
-Implementation: TypeAlias = Literal["xla", "pallas"] | Launch | None
+Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
+Chosen: TypeAlias = Launch | Literal["native"] | None  # a kernel, or None for XLA
+Kernels: TypeAlias = Literal["pallas", "native"]
+MOST_NATIVE_TOKENS = 32  # new tokens of a row in one step
 OLDEST = 8.0  # the first compute capability with the tensor-core types and asynchronous loads that the kernels use
 
 
-def unsupported(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
-    """Return, in one line, why no kernel can serve this layer's decode steps; None where one can. The device is not considered."""
+def unsupported(plan: LayerPlan, query_heads: int, tokens: int, kernels: Kernels = "pallas") -> str | None:
+    """Return, in one line, why none of these kernels can serve this layer's decode steps; None where one can. The device is not
+    considered."""
+    return _unsupported_native(plan, tokens) if kernels == "native" else _unsupported_fused(plan, query_heads, tokens)
+
+
+def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
+    if tokens > MOST_NATIVE_TOKENS:
+        return f"{tokens} new tokens in one step; CPU kernels take up to {MOST_NATIVE_TOKENS}"
+    if plan.joint:
+        return f"{type(plan.k).__name__} rebuilds keys and values from the same rows, which no CPU kernel does"
+    for name, codec in zip("kv", (plan.k, plan.v), strict=True):
+        body = codec.native_body()
+        if isinstance(body, str):
+            return f"{name}: {body}"
+    return None
+
+
+def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
     if reason := no_triton():
         return reason
     if tokens != 1:
@@ -63,10 +85,13 @@ def no_triton() -> str | None:
     return None
 
 
-def no_device() -> str | None:
-    """Return, in one line, why this process's device cannot run kernels; None where it can."""
-    if jax.default_backend() != "gpu":
-        return f"kernels need a GPU, this process runs on {jax.default_backend()}"
+def no_device(kernels: Kernels = "pallas") -> str | None:
+    """Return, in one line, why this process cannot run these kernels; None where it can."""
+    backend = jax.default_backend()
+    if kernels == "native":
+        return unavailable() if backend == "cpu" else f"native kernels need a CPU, this process runs on {backend}"
+    if backend != "gpu":
+        return f"kernels need a GPU, this process runs on {backend}"
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))  # such as 9.0; for AMD gfx942
     if not re.fullmatch(r"\d+\.\d+", capability) or float(capability) < OLDEST:
@@ -74,21 +99,47 @@ def no_device() -> str | None:
     return None
 
 
-def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int) -> Launch | None:
-    """Return the options to launch the kernel with, or None for XLA. Raises ValueError where a named implementation cannot run."""
-    if implementation == "xla" or (implementation is None and no_device()):
+def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, tokens: int) -> Chosen:
+    """Return the kernel to use, or None for XLA. Raises ValueError where a named implementation cannot run."""
+    if implementation is None:
+        kernels = _kernels_here()
+        if obstacle(kernels, plan, query_heads, tokens):
+            return None
+        return LAUNCH if kernels == "pallas" else "native"
+    if implementation == "xla":
         return None
-    reason = unsupported(plan, query_heads, tokens)
     if isinstance(implementation, Launch):
-        if reason:
+        if reason := unsupported(plan, query_heads, tokens):
             raise ValueError(f"no kernel for this cache: {reason}")
         return implementation
-    if implementation not in (None, "pallas"):
-        raise ValueError(f"{implementation=}: choose 'xla' or 'pallas'")
-    reason = reason or no_device()
-    if implementation == "pallas" and reason:
-        raise ValueError(f"implementation='pallas' cannot run: {reason}")
-    return None if reason else LAUNCH
+    if implementation not in ("pallas", "native"):
+        raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
+    if reason := unsupported(plan, query_heads, tokens, implementation) or no_device(implementation):
+        raise ValueError(f"{implementation=} cannot run: {reason}")
+    return LAUNCH if implementation == "pallas" else "native"
+
+
+def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
+    """Return, in one line, why these kernels (default: those for this process's device) do not read this layer; None where they do."""
+    kernels = kernels or _kernels_here()
+    return no_device(kernels) or unsupported(plan, query_heads, tokens, kernels)
+
+
+def _kernels_here() -> Kernels:
+    return "native" if jax.default_backend() == "cpu" else "pallas"
+
+
+def kernels_here() -> str:
+    """Return, in one line, the kernels that this process can run, or why it can run none."""
+    kernels = _kernels_here()
+    if reason := no_device(kernels):
+        return f"none: {reason}"
+    return f"native, compiled for {instruction_set()}" if kernels == "native" else "pallas"
+
+
+def name_of(chosen: Chosen) -> str:
+    """Return the name of what `choose` chose."""
+    return "xla" if chosen is None else "native" if chosen == "native" else "pallas"
 
 
 def attend(
@@ -98,23 +149,26 @@ def attend(
     body: Sides,
     inputs: LayerInputs,
     limits: PositionsBT,
-    launch: Launch | None,
+    chosen: Chosen,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does; a kernel reads the body if `launch` (from `choose`) is given."""
-    read_body = streaming.read_chunks if launch is None else functools.partial(_fused().read_body, launch)
+    """Attend as `streaming.attend` does; what `choose` chose reads the body."""
+    if chosen == "native":
+        read_body = native.read_body
+    else:
+        read_body = streaming.read_chunks if chosen is None else functools.partial(_fused().read_body, chosen)
     return streaming.attend(plan, params, windows, body, inputs, limits, read_body)
 
 
-def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, launch: Launch | None) -> Tree:
-    """Quantize whole blocks of rows, by the fused quantize-and-pack kernel where `launch` asks for kernels and the codec has one.
+def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, chosen: Chosen) -> Tree:
+    """Quantize whole blocks of rows, by the fused quantize-and-pack kernel where fused kernels are `chosen` and the codec has one.
 
     The codes are those of `codec.quantize`, except where an element lies midway between two levels, or nearly: there XLA may choose the
     other one (pallas_kernels/quantize/kernel.py).
     """
-    job = None if launch is None else codec.kernel_job(stats, prefill=prefill)
-    if launch is None or job is None:
+    job = codec.kernel_job(stats, prefill=prefill) if isinstance(chosen, Launch) else None
+    if not isinstance(chosen, Launch) or job is None:
         return codec.quantize(params, stats, rows, prefill=prefill)
-    return _fused().quantize(codec, job, rows, launch)
+    return _fused().quantize(codec, job, rows, chosen)
 
 
 def _fused() -> types.ModuleType:

@@ -64,7 +64,8 @@ def begin(
     lengths [B] int: how many of them are real (default: all); the rest is padding on the right, and a row of length 0 does not change.
     prefill (static): True for prompts, whose tokens attend to each other in full precision and give the prompt statistics of rows that were
     empty; False for generated tokens, each of which sees the cache as if it had come alone. parameters: what `prepare_layer` returned, one
-    entry for each layer, for methods that need any. implementation (static): "xla" or "pallas"; None uses kernels where they can run.
+    entry for each layer, for methods that need any. implementation (static): "xla", "pallas" or "native"; None uses kernels where
+    they can run.
 
     A token past the capacity is neither stored nor counted. Its attention is NaN in every layer, and so is all that follows from it.
 

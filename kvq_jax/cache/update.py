@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.array_types import ArraySpec, LayerInputs, LengthsB, QueryBNTH, Tree
 from kvq_jax.arrays.stored import BodySpec, store_blocks
 from kvq_jax.attention import dispatch, streaming
-from kvq_jax.attention.dispatch import Implementation, Launch
+from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
@@ -38,8 +38,8 @@ def prefill_layer(
     params = by_side(params)
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
-    launch = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
-    after = append_layer(plan, params, state, inputs, carry, prefill=True, launch=launch)
+    chosen = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
+    after = append_layer(plan, params, state, inputs, carry, prefill=True, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
     return out, after, carry
@@ -55,19 +55,19 @@ def decode_layer(
     """
     params = by_side(params)
     _, heads, tokens, _ = inputs.q_rot.shape
-    launch = dispatch.choose(implementation, plan, heads, tokens)
-    after = append_layer(plan, params, state, inputs, carry, prefill=False, launch=launch)
+    chosen = dispatch.choose(implementation, plan, heads, tokens)
+    after = append_layer(plan, params, state, inputs, carry, prefill=False, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     limits = plan.regions.body(inputs.positions + 1)
-    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, launch), after, carry
+    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, chosen), after, carry
 
 
 def append_layer(
-    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, launch: Launch | None = None
+    plan: LayerPlan, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree, *, prefill: bool, chosen: Chosen = None
 ) -> LayerState:
     """Return the state with the valid tokens of `inputs` added.
 
-    Their rows are written to the windows, and whole blocks that age out are quantized into the body, by a kernel if `launch` is given.
+    Their rows are written to the windows, and whole blocks that age out are quantized into the body, by a fused kernel if one is `chosen`.
     Cross-layer methods read `carry`.
     """
     params, regions = by_side(params), plan.regions
@@ -78,7 +78,7 @@ def append_layer(
         rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
         sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
         ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, launch))
+        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, chosen))
     return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
 
 
@@ -151,7 +151,7 @@ def _age(
     total: LengthsB,
     carry: Tree,
     prefill: bool,
-    launch: Launch | None,
+    chosen: Chosen,
 ) -> Tree:
     """Return the body with the blocks added that leave the window when `start` tokens become `total`."""
     regions = plan.regions
@@ -170,10 +170,10 @@ def _age(
 
         def code(source: tuple[Array, Array | None]) -> Tree:
             return dispatch.quantize(
-                codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, launch=launch
+                codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, chosen=chosen
             )
 
-        return code((source, below)) if launch is not None else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
+        return code((source, below)) if isinstance(chosen, Launch) else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))

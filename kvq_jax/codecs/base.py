@@ -28,6 +28,7 @@ from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.rope import Rope, rotate
 
 Side = Literal["k", "v"]
@@ -178,8 +179,12 @@ class Codec(abc.ABC):
         """Return the reader with which fused kernels read the body, or one line that says why there is none."""
         return f"{type(self).__name__} has no kernel"
 
+    def native_body(self) -> Body | str:
+        """Return the description with which C++ kernels read the body, or one line that says why there is none."""
+        return f"{type(self).__name__} has no CPU kernel"
+
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
-        """Return the arrays that `kernel_reader` reads, in its order."""
+        """Return the arrays that `kernel_reader` and `native_body` read, in their order."""
         return jax.tree.leaves(body)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:

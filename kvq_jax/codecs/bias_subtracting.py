@@ -25,6 +25,7 @@ from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.codecs.base import Codec, OutlierCounts
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
@@ -109,6 +110,9 @@ class BiasSubtracting(Codec):
         return self.inner.scores(_own(params), stats, inner, body, positions, rope) + constant.reshape(batch, heads, rows, -1)
 
     def kernel_reader(self) -> Reader | str:
+        return f"{OPTION} adds the bias's share to the scores, which no kernel does"
+
+    def native_body(self) -> Body | str:
         return f"{OPTION} adds the bias's share to the scores, which no kernel does"
 
     # channel_group_bits stays None: no code depends on the bias

@@ -14,9 +14,10 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
-from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.rope import Rope
 
 
@@ -52,6 +53,10 @@ class CodebookCodec(Codec):
     def kernel_reader(self) -> Reader | str:
         f = self.format
         return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
+
+    def native_body(self) -> Body | str:
+        f = self.format
+        return native_bodies.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]

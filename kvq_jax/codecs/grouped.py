@@ -19,9 +19,10 @@ from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.packing import PlaneLayout
-from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.rope import Rope
 
 
@@ -53,6 +54,9 @@ class GroupedCodec(Codec):
 
     def kernel_reader(self) -> Reader | str:
         return kernel_readers.grouped(self)
+
+    def native_body(self) -> Body | str:
+        return native_bodies.grouped(self)
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         if self.format.heads > 1:

@@ -65,8 +65,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
     parser.add_argument("--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)")
     parser.add_argument(
         "--implementation",
-        choices=("xla", "pallas"),
-        help="what reads the packed cache (default: fused kernels on a GPU where the cache has them, else xla)",
+        choices=("xla", "pallas", "native"),
+        help="what reads the packed cache: pallas on a GPU and native on a CPU, where the cache has such kernels (default), else xla",
     )
     add_dtype(parser, rows="bfloat16 rows")
 

@@ -57,7 +57,8 @@ def _reference(
 
 
 prefill = quick_jit(prefill_layer, static_argnums=0)
-decode = quick_jit(decode_layer, static_argnums=0)
+decode = quick_jit(functools.partial(decode_layer, implementation="xla"), static_argnums=0)
+decode_natively = quick_jit(functools.partial(decode_layer, implementation="native"), static_argnums=0)
 append = quick_jit(append_layer, static_argnums=0, static_argnames="prefill")
 attend_reference = quick_jit(_reference, static_argnums=0)
 decode_rows = quick_jit(reference.decode_rows, static_argnums=0)

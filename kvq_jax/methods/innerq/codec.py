@@ -16,6 +16,7 @@ from kvq_jax.codecs.base import KernelJob
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.rope import Rope
 
 NORM_FLOOR = 1e-3
@@ -111,6 +112,9 @@ class SlotCodec(InnerQCodec):
         return slot_array.dequantize(body)
 
     def kernel_reader(self) -> Reader | str:
+        return "storage=slot keeps signs and zero points in one word, which no kernel reads"
+
+    def native_body(self) -> Body | str:
         return "storage=slot keeps signs and zero points in one word, which no kernel reads"
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:

@@ -20,9 +20,10 @@ from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
-from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, OutlierCounts, Side, rotate_keys, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.rope import Rope
 
@@ -159,6 +160,13 @@ class KVQuantCodec(Codec):
         f = self.format
         pool = f.pool.tokens if f.pool else 0
         return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
+
+    def native_body(self) -> Body | str:
+        if self.online:
+            return "each sequence has its own ranges of channels; kernels read those of a calibration"
+        f = self.format
+        pool = f.pool.tokens if f.pool else 0
+        return native_bodies.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]

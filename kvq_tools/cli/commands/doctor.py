@@ -27,7 +27,7 @@ BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
 
 DESCRIPTION = f"""\
 Tells layer by layer what a cache will apply to a model and what it will leave in full precision, and why: resolved
-bits and groups, packing and its padding, skipped layers, and whether the GPU kernels can read it. Looks at head dim,
+bits and groups, packing and its padding, skipped layers, and whether the kernels for GPUs and CPUs can read it. Looks at head dim,
 QK-norm, RoPE, sliding window and the key projection's bias, and warns of known problems. Says whether the cache needs a
 calibration, and whether the one given serves this cache and model. Of the weights, it reads only k_proj biases and, for
 a calibration, those that tell models apart (norms and two projections), and only from a local directory.
@@ -85,7 +85,11 @@ def run(options: argparse.Namespace) -> None:
             "block": cache.spec.block,
             "body": cache.spec.regions(context).body_capacity,
         },
-        "facts": facts(config, cache.spec, inputs.raw_config(options.model), biases) | {"calibration": calibration},
+        "facts": facts(config, cache.spec, inputs.raw_config(options.model), biases)
+        | {
+            "calibration": calibration,
+            "kernels here": dispatch.kernels_here(),
+        },
         "layers": layers,
         "warnings": warnings(config, cache, biases) + missing,
     }
@@ -97,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
 
 def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads: int) -> dict[str, Any]:
     """Describe both sides of a layer (`kv` where both are read from the same rows), the reason that one is left in full
-    precision, and the reason that no GPU kernel reads the layer (None where one does)."""
+    precision, and the reasons that no GPU kernel and no CPU kernel read the layer (None where one does)."""
     skipped = index in spec.skip_layers
     if skipped:
         reason = "skip_layers names it"
@@ -113,6 +117,7 @@ def describe_layer(index: int, plan: LayerPlan, spec: kvq.CacheSpec, query_heads
         "quantized": plan.quantizes,
         "reason": reason,
         "no_kernel": dispatch.unsupported(plan, query_heads, 1),
+        "no_native_kernel": dispatch.unsupported(plan, query_heads, 1, "native"),
         **sides,
     }
 
@@ -254,7 +259,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
             f"output equals Hugging Face's up to {config.max_position_embeddings} tokens"
         )
     if config.head_dim not in kernel_readers.HEAD_DIMS:
-        problems.append(f"head_dim {config.head_dim} fits no GPU kernel; attention runs on the XLA path")
+        problems.append(f"head_dim {config.head_dim} fits no GPU kernel; attention on a GPU runs on the XLA path")
     return problems + _padding_warnings(cache) + _bias_warnings(cache, biases)
 
 
@@ -309,14 +314,14 @@ def _print(result: dict[str, Any]) -> None:
                 precision,
                 run[0]["reason"] or "",
                 *sides,
-                f"no: {run[0]['no_kernel']}" if run[0]["no_kernel"] else "yes",
+                *(f"no: {run[0][name]}" if run[0][name] else "yes" for name in ("no_kernel", "no_native_kernel")),
             )
         )
     title = (
         f"{result['cache']} at {result['context']} tokens: {regions['body']} in the body, "
         f"full-precision windows sink {regions['sink']}, recent {regions['recent']}, block {regions['block']}"
     )
-    print_table(title, ("layers", "is", "because", "keys", "values", "GPU kernel"), rows)
+    print_table(title, ("layers", "is", "because", "keys", "values", "GPU kernel", "CPU kernel"), rows)
     biases = [
         (layer["layer"], *(f"{value:.3f}" for value in layer["k_proj_bias"].values())) for layer in result["layers"] if layer["k_proj_bias"]
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_models.inference import decoding
 from kvq_models.inference.generation import STREAM_STEPS
@@ -89,8 +90,7 @@ def run(options: argparse.Namespace) -> None:
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
     ids, cache = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
-    implementations = decoding.implementations(cache, options.implementation)
-    done = _report(generation, cache, request, ids, implementations) | {
+    done = _report(generation, cache, request, ids, options.implementation) | {
         "model": options.model,
         "dtype": inputs.model_dtype(options),
         "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
@@ -148,11 +148,13 @@ def _generated(generation: TimedGeneration, continuation: Continuation, steps: i
 
 
 def _report(
-    generation: TimedGeneration, cache: Cache, request: GenerationRequest, ids: list[int], implementations: tuple[str, ...]
+    generation: TimedGeneration, cache: Cache, request: GenerationRequest, ids: list[int], implementation: Implementation
 ) -> dict[str, Any]:
     """Return what was really done, read from the cache after the run."""
     stored, dense = kvq.nbytes(cache), kvq.dense_nbytes(request.config, 1, cache.capacity)
     dropped, kept = kvq.dropped_outliers(cache)
+    read_by = decoding.implementations(cache, implementation)
+    obstacles = [reason for reason, name in zip(decoding.obstacles(cache), read_by, strict=True) if name == "xla"]
     return {
         "cache": str(cache.spec),
         "capacity": cache.capacity,
@@ -171,7 +173,8 @@ def _report(
         "decode_seconds": generation.decode_seconds,
         "compile_seconds": generation.compile_seconds,
         "tokens_per_second": len(ids) / generation.decode_seconds,
-        "implementation": "+".join(sorted(set(implementations))),
+        "implementation": "+".join(sorted(set(read_by))),
+        "xla_because": None if implementation == "xla" else "; ".join(dict.fromkeys(filter(None, obstacles))) or None,
         "skip_layers": list(cache.spec.skip_layers),
     }
 
@@ -190,6 +193,7 @@ def footer(done: dict[str, Any]) -> str:
     sparse = (
         f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
     )
+    because = f" (no kernel: {done['xla_because']})" if done["xla_because"] else ""
     return (
         f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
         f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
@@ -197,6 +201,6 @@ def footer(done: dict[str, Any]) -> str:
         f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens{_END[done['finish']]}; "
         f"{_sampled(done['sampling'])}; weights {done['dtype']}, full-precision rows {done['rows_dtype']}; "
         f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
-        f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}; "
+        f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}{because}; "
         f"layers skipped: {', '.join(map(str, done['skip_layers'])) or 'none'}]"
     )

@@ -91,7 +91,8 @@ def decode_step(
     """Add generated tokens and return (logits, cache): [B, V] for token [B]; [B, T, V] for token [B, T], equal to T single steps.
 
     Rows that are not `active` (default: all are) and tokens past the capacity are not written, do not count, and get nan logits.
-    implementation (static): the one that reads and writes the packed cache, "xla" or "pallas"; None takes kernels where they can run.
+    implementation (static): the one that reads and writes the packed cache, "xla", "pallas" or "native"; None takes kernels where they can
+    run.
     Raises ValueError, with the reason, where a named one cannot run, and for another model's cache.
     """
     check_dims(llama, cache)
@@ -106,11 +107,15 @@ def decode_step(
 
 
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
-    """Return the implementation that reads each layer in a decode step of one token: "xla" or "pallas". Raise ValueError where a
-    named implementation cannot run."""
+    """Return the implementation that reads each layer in a decode step of one token: "xla", "pallas" or "native". Raise ValueError
+    where a named implementation cannot run."""
     heads = cache.dims.num_attention_heads
-    chosen = (dispatch.choose(implementation, plan, heads, 1) for plan in cache.plans)
-    return tuple("xla" if kernels is None else "pallas" for kernels in chosen)
+    return tuple(dispatch.name_of(dispatch.choose(implementation, plan, heads, 1)) for plan in cache.plans)
+
+
+def obstacles(cache: Cache) -> tuple[str | None, ...]:
+    """Return, for each layer, why no kernel for this device reads it in a decode step of one token; None where one does."""
+    return tuple(dispatch.obstacle(None, plan, cache.dims.num_attention_heads, 1) for plan in cache.plans)
 
 
 def score(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None = None) -> tuple[Float[Array, "B T"], Cache]:

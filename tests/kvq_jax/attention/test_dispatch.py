@@ -55,6 +55,17 @@ def plan_of(spec, dims=DIMS, capacity=CAPACITY, dtype="bfloat16"):
     return kvq.layout(spec, dims, 1, capacity, dtype).plans[0]
 
 
+@pytest.fixture
+def without_native(monkeypatch):
+    """Pretend that the C++ kernels were not compiled."""
+    monkeypatch.setattr(dispatch, "unavailable", lambda: "not compiled")
+
+
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "no_device", lambda kernels="pallas": None if kernels == "pallas" else "this is a GPU")
+    monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_kernel_decodes_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
@@ -96,10 +107,11 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
         ("kivi:recent=400", "fewer than one tile of 32"),
     ],
 )
-def test_what_kernels_do_not_serve_has_a_reason(spec, reason):
+def test_what_kernels_do_not_serve_has_a_reason(monkeypatch, spec, reason):
     plan = plan_of(spec)
     found = dispatch.unsupported(plan, 4, 1)
     assert re.search(reason, str(found)), found
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert dispatch.choose(None, plan, 4, 1) is None
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("pallas", plan, 4, 1)
@@ -141,12 +153,13 @@ def test_devices_that_run_no_kernels_have_a_reason(monkeypatch, backend, capabil
         assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
         return
     assert re.search(reason, str(dispatch.no_device()))
+    monkeypatch.setattr(dispatch, "unavailable", lambda: "not compiled")
     assert dispatch.choose(None, plan_of("kivi"), 4, 1) is None
     with pytest.raises(ValueError, match=reason):
         dispatch.choose("pallas", plan_of("kivi"), 4, 1)
 
 
-@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.usefixtures("types_unchecked", "without_native")
 def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("this process has a GPU")
@@ -156,12 +169,12 @@ def test_without_a_gpu_xla_is_chosen_and_kernels_by_name_are_refused():
     assert dispatch.choose(INTERPRETED, plan, 4, 1) == INTERPRETED
     with pytest.raises(ValueError, match="implementation='pallas' cannot run: kernels need a GPU, this process runs on cpu"):
         dispatch.choose("pallas", plan, 4, 1)
-    with pytest.raises(ValueError, match="choose 'xla' or 'pallas'"):
+    with pytest.raises(ValueError, match="choose 'xla', 'pallas' or 'native'"):
         dispatch.choose("triton", plan, 4, 1)  # type: ignore[arg-type]
 
 
 def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
-    monkeypatch.setattr(dispatch, "no_device", lambda: None)
+    on_a_gpu(monkeypatch)
     assert dispatch.choose(None, plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("pallas", plan_of("kivi"), 4, 1) == Launch()
     assert dispatch.choose("xla", plan_of("kivi"), 4, 1) is None
@@ -169,7 +182,7 @@ def test_with_a_gpu_kernels_are_chosen_where_they_can_run(monkeypatch):
 
 
 def test_xla_by_name_launches_no_kernel_for_prompts_either(monkeypatch):
-    monkeypatch.setattr(dispatch, "no_device", lambda: None)
+    on_a_gpu(monkeypatch)
     launched = []
     monkeypatch.setattr(fused, "quantize_rows", lambda *args, **kwargs: launched.append(args) or 1 / 0)
     llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)

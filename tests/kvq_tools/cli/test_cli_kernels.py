@@ -28,7 +28,8 @@ def launched(monkeypatch) -> list[Launch]:
     """Return the launches of kernels that read caches, on what seems to be a GPU."""
     jax.clear_caches()  # layers that were traced before would launch nothing
     found, attention = [], fused.decode_attention
-    monkeypatch.setattr(dispatch, "no_device", lambda: None)
+    monkeypatch.setattr(dispatch, "no_device", lambda kernels="pallas": None)
+    monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
     monkeypatch.setattr(dispatch, "LAUNCH", Launch(interpret=True))
     monkeypatch.setattr(
         fused, "decode_attention", lambda *args, launch, **named: found.append(launch) or attention(*args, launch=launch, **named)
@@ -56,16 +57,32 @@ def test_the_footer_says_pallas_where_kernels_read_the_cache(model, launched, ru
 def test_layers_that_kernels_cannot_read_are_told(model, launched, run):
     """A layer that is skipped holds float32 rows."""
     _, out, _ = run(*arguments(model, f"{CACHE},skip_layers=0"))
-    assert "; implementation pallas+xla; layers skipped: 0]" in out.splitlines()[-1]
+    assert (
+        "; implementation pallas+xla (no kernel: k: full-precision rows in float32; kernels read bfloat16 and float16); layers skipped: 0]"
+        in out.splitlines()[-1]
+    )
     assert launched
 
 
-def test_without_a_gpu_the_footer_says_xla(model, run):
+def test_without_a_gpu_the_footer_says_native_or_why_not(model, run):
     """Negative control: the same command."""
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
     _, out, _ = run(*arguments(model))
-    assert "; implementation xla; " in out.splitlines()[-1]
+    here = "native; " if dispatch.no_device("native") is None else "xla (no kernel: the CPU kernels "
+    assert f"; implementation {here}" in out.splitlines()[-1]
+    _, out, _ = run(*arguments(model), "--implementation", "xla")
+    assert "; implementation xla; " in out.splitlines()[-1], "XLA needs no reason where it was asked for"
+
+
+def test_the_footer_says_why_no_native_kernel_ran(model, monkeypatch, run, run_json):
+    monkeypatch.setattr(dispatch, "unavailable", lambda: "the CPU kernels were not compiled")
+    _, out, _ = run(*arguments(model))
+    assert "; implementation xla (no kernel: the CPU kernels were not compiled); " in out.splitlines()[-1]
+    assert run_json("doctor", model, "--cache", CACHE)["facts"]["kernels here"] == "none: the CPU kernels were not compiled"
+    code, _, err = run(*arguments(model), "--implementation", "native")
+    assert code != 0
+    assert "implementation='native' cannot run: the CPU kernels were not compiled" in err
 
 
 def test_doctor_tells_that_this_jax_compiles_no_kernels(model, monkeypatch, run, run_json):

@@ -1,0 +1,43 @@
+"""Decode attention over the body of a cache, in C++ on the threads of XLA.
+
+    m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t,    s_t = q . k_t / sqrt(H)
+
+Each task reads up to 1024 tokens of one KV head, for all of its query rows, with online softmax in fp32; tasks are merged exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from cpu_kernels.body import Body
+from cpu_kernels.library import TARGET, unavailable
+
+
+def decode_attention(
+    q: Float[Array, "B K R H"],
+    keys: tuple[Body, Sequence[Array]],
+    values: tuple[Body, Sequence[Array]],
+    limits: Int[Array, "B T"],
+    *,
+    capacity: int,
+) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
+    """Return (m, l, o), fp32, of R = G * T query rows of each KV head, row g * T + t of which sees the first limits[b, t] tokens.
+
+    q is not scaled. keys, values: a description and the stored arrays [B, K, ...]: words of each plane set, a table if there is one, the
+    scale, the zero point if one is stored. What lies beyond the limits is never used, whatever it is; m is -1e30 where nothing is seen.
+    Everything is computed in fp32. Raises ValueError where the library is missing; arrays that do not fit the descriptions are an error of
+    XLA when the call runs.
+    """
+    if reason := unavailable():
+        raise ValueError(reason)
+    (k, k_arrays), (v, v_arrays) = keys, values
+    columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
+    call = jax.ffi.ffi_call(TARGET, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)))
+    arrays = (q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays)
+    m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity))  # noqa: E741
+    return m, l, o

@@ -1,0 +1,170 @@
+// The custom call `kvq_decode_attention`: checks what XLA hands over, then splits the work over XLA's own threads.
+//
+//   arguments   q f32 [B, K, R, H], limits s32 [B, T], then the arrays of the keys and those of the values: words s16 [B, K, S / n, w] of
+//               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored
+//   attributes  keys, values: the fields of a Body; capacity: S
+//   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
+//
+// Whatever does not fit together is an error of XLA, never an access outside an array.
+#include <algorithm>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "split.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+using kvq::Body;
+using kvq::Side;
+using kvq::Strided;
+using Dimensions = std::vector<int64_t>;
+
+ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("kvq_decode_attention: " + message); }
+
+std::string text(ffi::Span<const int64_t> dimensions) {
+  std::string all;
+  for (int64_t size : dimensions) all += (all.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + all + "]";
+}
+
+// Why these fields describe no body that the kernels read; empty where they do.
+std::string refused(const Body& b) {
+  const int64_t high_bits = b.bits - b.low_bits;
+  const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
+  if (b.bits < 1 || b.bits > 9 || !power(b.low_bits) || (high_bits && (!power(high_bits) || high_bits >= b.low_bits))) return "bits";
+  if (b.channels < 1 || b.channels > 1024 || b.chunks < 1 || (b.width != 16 && b.width != 32)) return "channels";
+  if (b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2) return "padding";
+  if (b.span < 1 || b.span > kvq::kTile || kvq::kTile % b.span || b.slots < 1 || b.span % b.slots) return "span";
+  for (int64_t set = 0; set < b.sets(); set++)
+    if (b.slots * b.chunks * b.set_bits(set) % 16) return "slots";
+  if (b.affine < 0 || b.affine > 2 || b.group < 1 || b.heads < 1 || b.scale_type < 0 || b.scale_type > 2) return "groups";
+  if (b.affine == kvq::kChannelGroups && b.channels % b.group) return "groups";
+  if (b.affine != kvq::kChannelGroups && b.heads != 1) return "groups";
+  if (b.centre >= 256 || (b.table && (b.bits > 4 || b.centre >= 0))) return "table";
+  return "";
+}
+
+// Takes arguments one after the other and checks each.
+struct Taker {
+  ffi::RemainingArgs arguments;
+  size_t next = 0;
+  std::string wrong = "";
+
+  Strided take(const std::string& name, ffi::DataType type, const Dimensions& wanted, bool batched = true) {
+    if (!wrong.empty()) return {};
+    const auto buffer = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next) : ffi::Unexpected(invalid("missing"));
+    next++;
+    if (!buffer.has_value()) {
+      wrong = name + " is missing";
+      return {};
+    }
+    const auto dimensions = buffer->dimensions();
+    if (buffer->element_type() != type || !std::equal(dimensions.begin(), dimensions.end(), wanted.begin(), wanted.end())) {
+      wrong = name + " must be " + text(ffi::Span<const int64_t>(wanted.data(), wanted.size())) + " of type " +
+              std::to_string(int(type)) + ", got " + text(dimensions) + " of type " + std::to_string(int(buffer->element_type()));
+      return {};
+    }
+    int64_t head = int64_t(ffi::ByteWidth(type));
+    for (size_t i = batched ? 2 : 1; i < wanted.size(); i++) head *= wanted[i];
+    return {static_cast<const char*>(buffer->untyped_data()), batched ? head * wanted[1] : 0, head};
+  }
+
+  Side side(const std::string& name, const Body& body, int64_t batch, int64_t heads, int64_t capacity, std::vector<float>& table) {
+    Side side{};
+    side.body = body;
+    for (int64_t set = 0; set < body.sets(); set++)
+      side.words[set] = take("words of " + name, ffi::S16, {batch, heads, capacity / body.slots, body.row_words(set)});
+    if (body.table) {
+      const Strided given = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
+      table.assign(16, 0.0f);
+      if (given.data) std::copy_n(reinterpret_cast<const float*>(given.data), size_t(1) << body.bits, table.begin());
+      side.table = table.data();
+    }
+    const ffi::DataType type = body.scale_type == kvq::kFloat32 ? ffi::F32 : ffi::U16;
+    Dimensions shape{batch, heads / body.heads, capacity / body.group, body.channels};
+    if (body.affine == kvq::kChannelGroups) shape = {batch, heads / body.heads, body.channels / body.group, capacity};
+    if (body.affine == kvq::kChannels) shape = {heads, body.channels};
+    const bool batched = body.affine != kvq::kChannels;
+    side.scale = take("scale of " + name, type, shape, batched);
+    if (body.stores_zero()) side.zero = take("zero point of " + name, type, shape, batched);
+    return side;
+  }
+};
+
+ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits, ffi::RemainingArgs arrays,
+                  ffi::Result<ffi::Buffer<ffi::F32>> m, ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
+                  ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity) {
+  if (int64_t(keys.size()) != kvq::kBodyFields || int64_t(values.size()) != kvq::kBodyFields)
+    return invalid("keys and values take " + std::to_string(kvq::kBodyFields) + " fields: another version of cpu_kernels was compiled");
+  Body k, v;
+  std::copy_n(keys.begin(), kvq::kBodyFields, reinterpret_cast<int64_t*>(&k));
+  std::copy_n(values.begin(), kvq::kBodyFields, reinterpret_cast<int64_t*>(&v));
+  if (q.dimensions().size() != 4) return invalid("q must be [B, K, R, H], got " + text(q.dimensions()));
+  if (limits.dimensions().size() != 2) return invalid("limits must be [B, T], got " + text(limits.dimensions()));
+  const int64_t batch = q.dimensions()[0], heads = q.dimensions()[1], rows = q.dimensions()[2], channels = q.dimensions()[3];
+  const int64_t queries = limits.dimensions()[1];
+  if (queries < 1 || rows % queries || limits.dimensions()[0] != batch)
+    return invalid("limits must be [B, T] for R = G * T query rows, got " + text(limits.dimensions()) + " for " + text(q.dimensions()));
+  for (const Body* body : {&k, &v}) {
+    const std::string name = body == &k ? "keys" : "values", reason = refused(*body);
+    if (!reason.empty()) return invalid("the description of the " + name + " has unknown " + reason);
+    if (body->channels != channels) return invalid("q has " + std::to_string(channels) + " channels, the " + name + " do not");
+    if (heads % body->heads) return invalid("the heads of a group do not divide those of the " + name);
+    if (capacity < 0 || capacity % body->span || (body->affine == kvq::kTokenGroups && capacity % body->group))
+      return invalid("capacity " + std::to_string(capacity) + " is no whole number of spans and groups");
+  }
+  std::vector<float> tables[2];
+  Taker taker{arrays};
+  kvq::Call call{};
+  call.keys = taker.side("keys", k, batch, heads, capacity, tables[0]);
+  call.values = taker.side("values", v, batch, heads, capacity, tables[1]);
+  if (!taker.wrong.empty()) return invalid(taker.wrong);
+  if (taker.next != arrays.size()) return invalid("too many arrays");
+  const Dimensions columns{batch, heads, rows, 1}, whole{batch, heads, rows, channels};
+  for (const auto& [result, shape] : {std::pair(&m, &columns), std::pair(&l, &columns), std::pair(&o, &whole)}) {
+    const auto given = (*result)->dimensions();
+    if (!std::equal(given.begin(), given.end(), shape->begin(), shape->end())) return invalid("a result has the shape " + text(given));
+  }
+  call.q = q.typed_data(), call.limits = limits.typed_data();
+  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries, call.capacity = capacity;
+  call.m = m->typed_data(), call.l = l->typed_data(), call.o = o->typed_data();
+  try {
+    kvq::attend(call, kvq::best_kernel(), std::max<int64_t>(0, pool.num_threads() - 1),
+                [&pool](std::function<void()> work) { pool.Schedule(std::move(work)); });
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvq_decode_attention: out of memory");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#if defined(_WIN32)
+#define KVQ_EXPORT __declspec(dllexport)
+#else
+#define KVQ_EXPORT __attribute__((visibility("default")))
+#endif
+
+extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_decode_attention(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .RemainingArgs()
+                             .Ret<ffi::Buffer<ffi::F32>>()
+                             .Ret<ffi::Buffer<ffi::F32>>()
+                             .Ret<ffi::Buffer<ffi::F32>>()
+                             .Attr<ffi::Span<const int64_t>>("keys")
+                             .Attr<ffi::Span<const int64_t>>("values")
+                             .Attr<int64_t>("capacity")
+                             .To(attend)
+                             .release();
+  return handler->Call(frame);
+}
+
+extern "C" KVQ_EXPORT const char* kvq_kernel_name() { return kvq::best_kernel_name(); }
+extern "C" KVQ_EXPORT const char* kvq_sources() { return KVQ_SOURCES; }

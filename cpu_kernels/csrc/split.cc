@@ -1,0 +1,178 @@
+#include "split.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace kvq {
+namespace {
+
+struct Kernel {
+  AttendSpan attend;
+  const char* name;
+};
+
+Kernel choose_kernel() {
+#if defined(KVQ_AVX512) && defined(KVQ_AVX2)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
+    return {attend_span_avx512, "avx512"};
+#endif
+#if defined(KVQ_AVX2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    return {attend_span_avx2, "avx2"};
+#endif
+#if defined(__aarch64__)
+  return {attend_span_baseline, "neon"};
+#else
+  return {attend_span_baseline, "baseline"};
+#endif
+}
+
+const Kernel& chosen() {
+  static const Kernel kernel = choose_kernel();
+  return kernel;
+}
+
+// A piece of a call: one KV head of one row of the batch, tokens from span number `span` on.
+struct Task {
+  int64_t row, head, span;
+};
+
+// Floats of a task's result: m and l of each query row, then o.
+int64_t result_floats(const Call& call) { return call.rows * (2 + call.values.body.channels); }
+
+class Job {
+ public:
+  // All memory is taken here, by the caller's thread: a helper that ran out of it could tell nobody.
+  Job(const Call& call, AttendSpan kernel, int64_t helpers) : call_(call), kernel_(kernel) {
+    for (int64_t b = 0; b < call.batch; b++) {
+      const int64_t live = live_tokens(b);
+      for (int64_t h = 0; h < call.heads; h++)
+        for (int64_t s = 0; s * kSpan < live; s++) tasks_.push_back({b, h, s});
+    }
+    results_.resize(tasks_.size() * result_floats(call));
+    helpers_ = std::max<int64_t>(0, std::min(helpers, size() - 1));
+    scratch_.resize((helpers_ + 1) * scratch() + 16);
+  }
+
+  int64_t helpers() const { return helpers_; }
+  int64_t size() const { return int64_t(tasks_.size()); }
+
+  // Do tasks until none is left to begin.
+  void work() {
+    const int64_t worker = workers_++;
+    for (int64_t i = next_++; i < size(); i = next_++) {
+      run(i, worker);
+      if (++done_ == size()) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        all_done_.notify_all();
+      }
+    }
+  }
+
+  // Wait for tasks that other threads have begun.
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_done_.wait(lock, [this] { return done_ == size(); });
+  }
+
+  void merge() const {
+    size_t first = 0;
+    for (int64_t b = 0; b < call_.batch; b++)
+      for (int64_t h = 0; h < call_.heads; h++) {
+        size_t last = first;
+        while (last < tasks_.size() && tasks_[last].row == b && tasks_[last].head == h) last++;
+        merge_head(b, h, first, last);
+        first = last;
+      }
+  }
+
+ private:
+  int64_t live_tokens(int64_t b) const {
+    const int32_t* limits = call_.limits + b * call_.queries;
+    const int64_t largest = *std::max_element(limits, limits + call_.queries);
+    return std::max<int64_t>(0, std::min(largest, call_.capacity));
+  }
+
+  static Arrays arrays_of(const Side& side, int64_t b, int64_t h) {
+    Arrays arrays{};
+    for (int set = 0; set < 2; set++) arrays.words[set] = static_cast<const uint16_t*>(side.words[set].at(b, h, 1));
+    arrays.scale = side.scale.at(b, h, side.body.heads);
+    arrays.zero = side.zero.at(b, h, side.body.heads);
+    arrays.table = side.table;
+    return arrays;
+  }
+
+  // Floats of a worker, a multiple of 64 bytes.
+  int64_t scratch() const { return (scratch_floats(call_.keys.body, call_.values.body, call_.rows) + 15) / 16 * 16; }
+
+  void run(int64_t i, int64_t worker) {
+    const auto [b, h, s] = tasks_[i];
+    const Body &k = call_.keys.body, &v = call_.values.body;
+    void* start = scratch_.data();
+    size_t room = scratch_.size() * sizeof(float);
+    float* result = results_.data() + i * result_floats(call_);
+    Span span{};
+    span.k = &k, span.v = &v;
+    span.keys = arrays_of(call_.keys, b, h), span.values = arrays_of(call_.values, b, h);
+    span.q = call_.q + (b * call_.heads + h) * call_.rows * k.channels;
+    span.limits = call_.limits + b * call_.queries;
+    span.rows = call_.rows, span.queries = call_.queries, span.capacity = call_.capacity;
+    span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
+    span.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
+    span.m = result, span.l = result + call_.rows, span.o = result + 2 * call_.rows;
+    kernel_(span);
+  }
+
+  void merge_head(int64_t b, int64_t h, size_t first, size_t last) const {
+    const int64_t rows = call_.rows, channels = call_.values.body.channels, at = (b * call_.heads + h) * rows;
+    for (int64_t r = 0; r < rows; r++) {
+      float most = kNegInf, total = 0;
+      float* o = call_.o + (at + r) * channels;
+      std::memset(o, 0, channels * sizeof(float));
+      for (size_t i = first; i < last; i++) most = std::max(most, results_[i * result_floats(call_) + r]);
+      for (size_t i = first; i < last; i++) {
+        const float* result = results_.data() + i * result_floats(call_);
+        const float shrink = std::exp(result[r] - most);
+        total += result[rows + r] * shrink;
+        for (int64_t c = 0; c < channels; c++) o[c] += result[2 * rows + r * channels + c] * shrink;
+      }
+      call_.m[at + r] = most;
+      call_.l[at + r] = total;
+    }
+  }
+
+  const Call call_;
+  const AttendSpan kernel_;
+  std::vector<Task> tasks_;
+  std::vector<float> results_, scratch_;
+  int64_t helpers_ = 0;
+  std::atomic<int64_t> workers_{0}, next_{0}, done_{0};
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+};
+
+}  // namespace
+
+AttendSpan best_kernel() { return chosen().attend; }
+const char* best_kernel_name() { return chosen().name; }
+
+void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule) {
+  // Helpers that begin after the call has returned find no task; until then they keep the job alive.
+  const auto job = std::make_shared<Job>(call, kernel, helpers);
+  try {
+    for (int64_t i = 0; i < job->helpers(); i++) schedule([job] { job->work(); });
+  } catch (...) {  // no memory for another helper: those that there are must not be left alone
+  }
+  job->work();
+  if (job->size()) job->wait();
+  job->merge();
+}
+
+}  // namespace kvq

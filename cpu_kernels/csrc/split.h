@@ -1,0 +1,52 @@
+// One call of decode attention: its work cut into spans of the live length, run by any threads, and merged exactly.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "body.h"
+
+namespace kvq {
+
+constexpr int64_t kSpan = 1024;  // tokens of a task, a multiple of kTile: depends on nothing, so results do not depend on the threads
+
+// Arrays of a whole batch: `row` and `head` are the bytes from one row of the batch, and from one head (or group of heads), to the next.
+struct Strided {
+  const char* data = nullptr;
+  int64_t row = 0;
+  int64_t head = 0;
+
+  const void* at(int64_t b, int64_t k, int64_t heads) const { return data ? data + b * row + k / heads * head : nullptr; }
+};
+
+struct Side {
+  Body body;
+  Strided words[2];
+  Strided scale;
+  Strided zero;
+  const float* table = nullptr;  // padded to 16 entries
+};
+
+struct Call {
+  Side keys;
+  Side values;
+  const float* q;         // [B, K, R, H]
+  const int32_t* limits;  // [B, T]
+  int64_t batch, heads, rows, queries, capacity;
+  float* m;  // [B, K, R]
+  float* l;  // [B, K, R]
+  float* o;  // [B, K, R, H]
+};
+
+// Run `work` on other threads too, at some time or never: the caller of this function does what others leave.
+using Schedule = std::function<void(std::function<void()> work)>;
+
+// The kernel for this processor, and its name.
+AttendSpan best_kernel();
+const char* best_kernel_name();
+
+// Fill m, l and o. `helpers` is how many threads `schedule` may use besides this one.
+void attend(const Call& call, AttendSpan kernel, int64_t helpers, const Schedule& schedule);
+
+}  // namespace kvq

@@ -1,0 +1,64 @@
+"""The compiled library of kernels: it is found beside this file, or there is none and XLA does the work.
+
+It is compiled when kvq is installed (setup.py) and never later: nothing here runs a compiler or fetches anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import pathlib
+
+import jax
+
+TARGET = "kvq_decode_attention"
+_FOLDER = pathlib.Path(__file__).parent
+_REMEDY = "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Return, in one line, why the kernels cannot be called in this process; None where they can, and XLA then knows them."""
+    found = _load()
+    if isinstance(found, str):
+        return found
+    try:
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(found, TARGET)), platform="cpu")
+    except Exception as error:  # XLA refuses a library that was compiled with the headers of a later version
+        return f"JAX {jax.__version__} does not take the CPU kernels: {str(error).splitlines()[0]}; {_REMEDY}"
+    return None
+
+
+def instruction_set() -> str | None:
+    """Return the instructions that the kernels use on this processor ("avx512", "avx2", "neon" or "baseline"); None without kernels."""
+    found = _load()
+    return None if isinstance(found, str) else found.kvq_kernel_name().decode()
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """Return the library, or one line that says why there is none."""
+    files = [_FOLDER / f"native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return f"the CPU kernels were not compiled when kvq was installed; {_REMEDY}"
+    try:
+        library = ctypes.CDLL(str(file))
+        for name in ("kvq_kernel_name", "kvq_sources"):
+            getattr(library, name).restype = ctypes.c_char_p
+        sources = library.kvq_sources().decode()
+    except (OSError, AttributeError) as error:
+        return f"{file.name} cannot be loaded: {error}; {_REMEDY}"
+    if sources != _digest(sources):
+        return f"{file.name} was compiled from other sources; {_REMEDY}"
+    return library
+
+
+def _digest(default: str) -> str:
+    """Return the hash of the sources as setup.py makes it, or `default` where they are not here, as in an installation."""
+    folder = _FOLDER / "csrc"
+    if not folder.is_dir():
+        return default
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.iterdir()))).hexdigest()[:16]

@@ -1,0 +1,110 @@
+"""What pyproject.toml cannot say: the C++ kernels of cpu_kernels are compiled where there is a compiler for them.
+
+Without one, or where compilation fails, kvq is installed all the same and runs on XLA; `kvq doctor` says so. Nothing is compiled later.
+For a checkout: `python setup.py build_ext --inplace`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = pathlib.Path("cpu_kernels/csrc")
+COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread")
+# A kernel is compiled once for each kind of processor, and the one that runs it chooses (csrc/split.cc).
+PROCESSORS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+}
+
+
+def compiler() -> str:
+    """Return the C++ compiler: $CXX, or the first on the PATH. FileNotFoundError without one."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return found
+    raise FileNotFoundError("no C++ compiler (c++, g++ or clang++) is on the PATH")
+
+
+def headers() -> pathlib.Path:
+    """Return the folder of XLA's headers: those of the environment that kvq is installed into, or of the one that builds it.
+
+    A handler that was compiled with older headers runs in a newer JAX, but not the other way round.
+    """
+    places = [pathlib.Path(sysconfig.get_path(name)) for name in ("platlib", "purelib")] + [pathlib.Path(p) for p in sys.path if p]
+    for place in places:
+        if (place / "jaxlib/include/xla/ffi/api/ffi.h").is_file():
+            return place / "jaxlib/include"
+    raise FileNotFoundError("no jaxlib with XLA's headers is installed")
+
+
+def digest() -> str:
+    """Return a hash of the sources: the library that was compiled from others is not used (cpu_kernels/library.py does the same)."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))).hexdigest()[:16]
+
+
+class BuildKernels(build_ext):
+    """Compile the kernels if that is possible."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:  # whatever it is, kvq works without
+            self.warn(f"cpu_kernels was not compiled, attention on a CPU will run on XLA: {error}")
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._compile(pathlib.Path(self.get_ext_fullpath(ext.name)))
+        except (OSError, subprocess.CalledProcessError) as error:
+            detail = getattr(error, "stderr", "") or str(error)
+            self.warn(f"cpu_kernels was not compiled, attention on a CPU will run on XLA: {detail.strip()[:2000]}")
+
+    def _compile(self, target: pathlib.Path) -> None:
+        program, folder, defined, objects = compiler(), headers(), [], []
+        with tempfile.TemporaryDirectory() as temporary:
+
+            def compiled(name: str, *flags: str) -> None:
+                made = f"{temporary}/{name}.o"
+                command = [program, *COMMON, *flags, "-isystem", str(folder), "-c", str(SOURCES / f"{name}.cc"), "-o", made]
+                subprocess.run(command, check=True, capture_output=True, text=True)
+                objects.append(made)
+
+            compiled("attention_baseline")
+            for name, flags in PROCESSORS.items() if platform.machine().lower() in ("x86_64", "amd64") else ():
+                try:
+                    compiled(f"attention_{name}", *flags)
+                except subprocess.CalledProcessError as error:  # an old compiler
+                    self.warn(f"no kernel for {name}: {error.stderr[:2000]}")
+                else:
+                    defined.append(f"-DKVQ_{name.upper()}")
+            compiled("split", *defined)
+            compiled("ffi", f'-DKVQ_SOURCES="{digest()}"')
+            target.parent.mkdir(parents=True, exist_ok=True)
+            linked = f"{temporary}/linked"
+            subprocess.run([program, "-shared", "-pthread", *objects, "-o", linked], check=True, capture_output=True, text=True)
+            shutil.copyfile(linked, temporary_beside := f"{target}.new")
+            os.replace(temporary_beside, target)  # a process that has loaded the old one keeps it
+
+
+files = [str(file) for file in sorted(SOURCES.iterdir())]
+setup(
+    ext_modules=[
+        Extension(
+            "cpu_kernels.native",
+            [file for file in files if file.endswith(".cc")],
+            depends=[file for file in files if file.endswith(".h")],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)
