@@ -1,4 +1,4 @@
-"""Fixtures of several folders: `kvq` run in this process, from its arguments to its exit code; a small model to run it on; a calibration.
+"""Fixtures of several folders: `kvq` run in this process, from its arguments to its exit code; small models to run it on; a calibration.
 
 The project's packages are imported inside of the fixtures: pytest reads this file before it installs the hook that checks shapes.
 """
@@ -62,6 +62,28 @@ def bare(model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("bare")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    """Return a directory with the first and the last layer of the embedded model, and its tokenizer: trained weights, half of the programs.
+
+    The first layer alone attends to the token before, which windows keep: no body would show in its outputs.
+    """
+    from safetensors.flax import load_file, save_file
+
+    from kvq_models import EMBEDDED
+
+    directory = tmp_path_factory.mktemp("model") / "shallow"
+    shutil.copytree(EMBEDDED, directory)
+    tensors, config = load_file(EMBEDDED / "model.safetensors"), json.loads((EMBEDDED / "config.json").read_text())
+    kept = {name: array for name, array in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    last = f".layers.{config['num_hidden_layers'] - 1}."
+    kept |= {name.replace(last, ".layers.1."): array for name, array in tensors.items() if last in name}
+    assert len(kept) == 2 + 2 * 9  # embedding and last norm; of a layer seven projections and two norms
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     return directory
 
 

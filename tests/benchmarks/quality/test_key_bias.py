@@ -12,10 +12,10 @@ from benchmarks.quality.key_bias import BiasReport
 from kvq_models import load_llama
 
 
-def test_a_run_measures_both_variants_and_makes_a_table(tmp_path, monkeypatch):
+def test_a_run_measures_both_variants_and_makes_a_table(shallow, tmp_path, monkeypatch):
     monkeypatch.setattr(key_bias, "CACHES", {"int4": key_bias.CACHES["int4"]})
     file = tmp_path / "key_bias_test.json"
-    key_bias.main(["--windows=1", "--window=96", "--prompt=0", f"--json={file}"])
+    key_bias.main([f"--model={shallow}", "--windows=1", "--window=96", "--prompt=0", f"--json={file}"])
     report = BiasReport.read(file)
     (int4,) = report.rows
     for name in ("wide", "slow"):
@@ -42,8 +42,8 @@ def test_a_text_that_is_too_short_is_refused_before_anything_is_measured(tmp_pat
     assert not (tmp_path / "none.json").exists()
 
 
-def test_the_slow_constant_stands_in_pairs_that_turn_least():
-    llama, _ = load_llama(key_bias.EMBEDDED, dtype="float32")
+def test_the_slow_constant_stands_in_pairs_that_turn_least(shallow):
+    llama, _ = load_llama(shallow, dtype="float32")
     biased = key_bias.with_slow_bias(llama, 100.0, seed=0)
     half = llama.config.head_dim // 2
     for layer in biased.layers:
