@@ -23,7 +23,7 @@ from typing import Any, Self, TypedDict
 
 import jax
 
-from kvq_jax.cache.atomic_files import replacing
+from kvq_jax.files.whole import replacing
 
 DERIVED = "derived"
 RESULTS = pathlib.Path(__file__).parent / "results"  # the committed reports and their pages

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 OURS = {"cpu_kernels", "kvq_jax", "kvq_models", "kvq_tools", "pallas_kernels"}
 
 
-LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors"}  # all that kvq_jax needs
+LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors", "filelock"}  # all that kvq_jax needs
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import pathlib
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
+from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
@@ -143,7 +143,7 @@ class Bench:
         """Delete what an interrupted run needs to go on: this one is complete."""
         self.journal.delete()
         if self.options.work is None:
-            shutil.rmtree(self.work)
+            delete_directory(self.work)
 
 
 def run(suite: Suite, options: argparse.Namespace) -> None:

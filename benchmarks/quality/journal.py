@@ -10,7 +10,7 @@ import os
 import pathlib
 from typing import Any
 
-from kvq_jax.cache.atomic_files import replacing
+from kvq_jax.files.whole import replacing
 
 
 class Journal:

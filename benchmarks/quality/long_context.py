@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from benchmarks.quality.long_context_report import FULL_PRECISION, CacheSize, Ce
 from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.report import Text
 from benchmarks.report_file import COMMIT, from_json, header
+from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
@@ -151,7 +151,7 @@ class Bench:
         """Delete what an interrupted run needs to go on: this one is complete."""
         self.journal.delete()
         if self.options.work is None:
-            shutil.rmtree(self.work)
+            delete_directory(self.work)
 
 
 def new_tokens(task: str) -> int:

@@ -1,9 +1,11 @@
 """Caches on disk: each is one safetensors file, whose header describes the cache.
 
-    header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters
+    header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters,
+             and a checksum of all the rest (kvq_jax/files/checksum.py); files of version 1 have none
     tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths
 
-A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises.
+A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises, and nothing
+is returned before its checksum is verified.
 """
 
 from __future__ import annotations
@@ -21,15 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from kvq_jax.array_types import ModelDims, Tree
-from kvq_jax.cache.atomic_files import replacing
 from kvq_jax.cache.cache import Cache, CacheDims, dims_of, layout
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.files.checksum import Checksum, save_tensors
 
 FORMAT = "kvq-cache"
-VERSION = "1"
+VERSION, WITHOUT_CHECKSUM = "2", "1"
 DTYPES = {  # of tensors in a file, by their safetensors names
     "F32": "float32",
     "F16": "float16",
@@ -72,8 +73,7 @@ def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint:
         "parameters_fingerprint": parameters_fingerprint,
     }
     tensors = {name: np.ascontiguousarray(leaf).reshape(leaf.shape) for name, leaf in _named(cache).items()}
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata=header)
+    save_tensors(path, tensors, header)
 
 
 def load_cache(
@@ -89,8 +89,8 @@ def load_cache(
     """Return the cache that `save_cache` wrote, bit for bit. Arguments that are given must agree with the file; None is not compared.
 
     Raises ValueError, in one line, where the file cannot be read, where an argument differs (spec, dims, capacity, dtype, a fingerprint),
-    or where a tensor is missing, unknown, or has another shape or dtype than the header promises. Raises FileNotFoundError where there is
-    no file.
+    where a tensor is missing, unknown, or has another shape or dtype than the header promises, or where the content does not have its
+    checksum. Raises FileNotFoundError where there is no file. A file without a checksum, of an older version, is loaded with a warning.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -108,13 +108,19 @@ def load_cache(
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}") from None
-        fields = _header(path, file.metadata() or {}, len(file.keys()))
+        header = file.metadata() or {}
+        fields = _header(path, header, len(file.keys()))
         for field, value in expected.items():
             if value is not None and value != fields[field]:
                 raise ValueError(f"{str(path)!r} holds a cache with another {field}: {_show(fields[field])}, expected {_show(value)}")
         promised = _promised(path, fields)
         _compare(path, file, _named(promised))
-        tensors = [jnp.asarray(file.get_tensor(name)) for name in _named(promised)]
+        tensors, checksum = [], Checksum()
+        for name in _named(promised):
+            tensor = file.get_tensor(name)
+            checksum.add(name, tensor)
+            tensors.append(jnp.asarray(tensor))
+        checksum.check(repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM)
     cache = jax.tree.unflatten(jax.tree.structure(promised), tensors)
     if bool(jnp.any((cache.lengths < 0) | (cache.lengths > cache.capacity))):
         raise ValueError(f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}: {cache.lengths.tolist()}")
@@ -125,7 +131,7 @@ def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[st
     """Return the header's fields as values. Raise ValueError, in one line, where one is missing or makes no sense."""
     if header.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a saved cache: its header has format={header.get('format')!r}, not {FORMAT!r}")
-    if header.get("format_version") != VERSION:
+    if header.get("format_version") not in (VERSION, WITHOUT_CHECKSUM):
         raise ValueError(f"{str(path)!r} has format_version={header.get('format_version')!r}; this version reads {VERSION!r}")
     readers = {
         "spec": parse,

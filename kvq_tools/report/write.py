@@ -1,9 +1,10 @@
-"""Write the files of a report: report.json, one PNG for each picture, and the page."""
+"""Write the files of a report: report.json, one PNG for each picture, and the page. Each appears whole or not at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from kvq_jax.files.whole import replacing
 from kvq_models.calibration.progress import Progress
 from kvq_tools.report import page
 from kvq_tools.report.schema import Report, dump
@@ -14,7 +15,7 @@ JSON, PAGE = "report.json", "index.html"
 def write_numbers(report: Report, out: Path) -> Path:
     """Write report.json, from which the rest can be made again."""
     target = out / JSON
-    target.write_text(dump(report), encoding="utf-8")
+    _write(target, dump(report).encode())
     return target
 
 
@@ -24,6 +25,11 @@ def write_page(report: Report, out: Path, progress: Progress | None = None) -> t
     pictures = [picture for section in shown for picture in section.pictures]
     for picture in (progress or (lambda items, _: items))(pictures, "drawing pictures"):
         written.append(out / f"{picture.name}.png")
-        written[-1].write_bytes(picture.light)
-    written[0].write_text(page.html(report, shown), encoding="utf-8")
+        _write(written[-1], picture.light)
+    _write(written[0], page.html(report, shown).encode())
     return tuple(written)
+
+
+def _write(target: Path, content: bytes) -> None:
+    with replacing(target) as unfinished:
+        unfinished.write_bytes(content)

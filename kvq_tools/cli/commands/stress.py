@@ -99,8 +99,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("the changed model's logits are not finite; nothing is written: ask for smaller factors or a smaller bias")
     harder = in_stored_dtype(harder, source)
     with progress(f"writing {options.out}"), input_errors():
-        checkpoint.save_llama(harder, out)
-        source.write_tokenizer(out)
+        checkpoint.save_checkpoint(harder, out, source.write_tokenizer)
     result = report(options, harder) | {"largest_logit_change": change, "largest_logit": largest}
     print_json(result) if options.json else print(_line(result))
 

@@ -1,10 +1,12 @@
 """A calibration in memory and on disk: one safetensors file, whose header records its origin and the caches it serves.
 
     header   format "kvq-calibration", format_version, spec, keys (the options that each layer and side was fitted for), dims,
-             model_fingerprint, text, tokens_sha256, samples, length, seed, dtype, loss
+             model_fingerprint, text, tokens_sha256, samples, length, seed, dtype, loss, and a checksum of all the rest
+             (kvq_jax/files/checksum.py); files of version 1 have none
     tensors  layers.{i}.{k|v}.{name}, as the codecs' `parameters` declare them
 
-A file is untrusted input: no tensor is read before its name, shape and dtype agree with what the requested cache needs of this model.
+A file is untrusted input: no tensor is read before its name, shape and dtype agree with what the requested cache needs of this model,
+and none is returned before the checksum is verified.
 """
 
 from __future__ import annotations
@@ -21,17 +23,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from kvq_jax.array_types import ModelDims
-from kvq_jax.cache.atomic_files import replacing
 from kvq_jax.cache.cache import CacheDims, dims_of
 from kvq_jax.cache.serialization import DTYPES
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.files.checksum import read_tensors, save_tensors
 from kvq_models.calibration.needs import Need, fingerprint, needs
 from kvq_models.llama.model import Llama
 
-FORMAT, VERSION = "kvq-calibration", "1"
+FORMAT, VERSION, WITHOUT_CHECKSUM = "kvq-calibration", "2", "1"
 _TENSOR = re.compile(r"(layers\.\d+\.[kv])\.(.+)")
 
 
@@ -83,16 +84,16 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "keys": json.dumps(dict(calibration.keys)),
         **{name: str(value) for name, value in dataclasses.asdict(calibration.origin).items()},
     }
-    with replacing(path) as temporary:
-        temporary.write_bytes(_sorted_header(save(dict(calibration.tensors), metadata=header)))
+    save_tensors(path, calibration.tensors, header)
 
 
 def load_calibration(path: str | os.PathLike[str], llama: Llama, spec: CacheSpec | str) -> Calibration:
     """Read a calibration for `spec` and this model, after checking everything about it.
 
     Raises ValueError, in one line, where the file is no calibration or cannot be read, or naming what differs: the model, the options that
-    it was calibrated for, a layer that it lacks, a tensor that is missing, unknown, of another shape or dtype, or not finite.
-    FileNotFoundError where there is no file.
+    it was calibrated for, a layer that it lacks, a tensor that is missing, unknown, of another shape or dtype, or not finite; or where the
+    content does not have its checksum. FileNotFoundError where there is no file. A file without a checksum, of an older version, is read
+    with a warning.
     """
     return read_calibration(path, parse(spec), llama.config, fingerprint(llama))
 
@@ -104,9 +105,12 @@ def read_calibration(path: str | os.PathLike[str], spec: CacheSpec, config: Mode
     if not path.is_file():
         raise FileNotFoundError(f"calibration {where} is not a file")
     with _opened(path) as file:
-        calibration = _described(path, file.metadata() or {})
+        header = file.metadata() or {}
+        calibration = _described(path, header)
         stored = {name: _array(file.get_slice(name)) for name in list(file.keys())}
-        tensors = {name: file.get_tensor(name) for name in check(where, calibration, stored, spec, config, model_fingerprint)}
+        names = check(where, calibration, stored, spec, config, model_fingerprint)
+        tensors = read_tensors(file, where, required=header["format_version"] != WITHOUT_CHECKSUM)
+    tensors = {name: tensors[name] for name in names}
     calibration = dataclasses.replace(calibration, keys={name: calibration.keys[name] for name in needed}, tensors=tensors)
     check_tensors(where, calibration, spec, config, model_fingerprint)
     return calibration
@@ -187,7 +191,7 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
     """Return the header as a calibration without tensors."""
     if header.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a calibration: its header has format={header.get('format')!r}, not {FORMAT!r}")
-    if header.get("format_version") != VERSION:
+    if header.get("format_version") not in (VERSION, WITHOUT_CHECKSUM):
         raise ValueError(f"{str(path)!r} has format_version={header.get('format_version')!r}; this version of kvq reads {VERSION!r}")
     readers = {"text": str, "tokens_sha256": str, "samples": int, "length": int, "seed": int, "dtype": str, "loss": float}
 
@@ -210,16 +214,6 @@ def _described(path: Path, header: Mapping[str, str]) -> Calibration:
 def _array(tensor: Any) -> Array:
     dtype = str(tensor.get_dtype())
     return Array(DTYPES.get(dtype, dtype), tuple(tensor.get_shape()))
-
-
-def _sorted_header(file: bytes) -> bytes:
-    """Sort the metadata of a safetensors file by name: the library writes it in an order that changes from run to run."""
-    size = int.from_bytes(file[:8], "little")
-    header = json.loads(file[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + file[8 + size :]
 
 
 def _difference(stored: CacheDims, asked: CacheDims) -> str:

@@ -55,24 +55,25 @@ def calibrate(
     cache keeps them in full precision. The same arguments give the same bytes on the same machine.
 
     Raises ValueError, in one line, where the spec needs no calibration or does not fit the model, the text is too short, the work directory
-    is another run's, or rows are not finite or refused by the method (then named by layer and side); OSError where the disk lacks space.
+    is another run's, damaged, or in use by another process, or rows are not finite or refused by the method (then named by layer and side);
+    OSError where the disk lacks space.
     """
     spec, progress = parse(spec), progress or (lambda items, _: items)
     check_request(spec, llama.config, token_ids, samples, length)
     dtype = llama.embed[...].dtype.name
     identity = Identity(fingerprint(llama), text_samples.sha256(token_ids), samples, length, seed, dtype)
-    store = Store(Path(work), identity, dims_of(llama.config))
     windows = text_samples.draw(token_ids, samples, length, seed)
-    for index in progress(range(len(store.losses), samples), "running samples"):
-        with store.sample() as writer:
-            writer.loss = record(llama, windows[index], writer)
     needed = needs(spec, llama.config)
     rope = rope_for(llama.config, length)
     tensors: dict[str, np.ndarray] = {}
-    for name in progress(list(needed), "fitting"):
-        need = needed[name]
-        bias = subtracted_bias(need.codec, llama.layers[need.layer])
-        tensors |= {f"{name}.{own}": array for own, array in _fitted(store, need, spec.sink, rope, bias).items()}
+    with Store(Path(work), identity, dims_of(llama.config)) as store:
+        for index in progress(range(len(store.losses), samples), "running samples"):
+            with store.sample() as writer:
+                writer.loss = record(llama, windows[index], writer)
+        for name in progress(list(needed), "fitting"):
+            need = needed[name]
+            bias = subtracted_bias(need.codec, llama.layers[need.layer])
+            tensors |= {f"{name}.{own}": array for own, array in _fitted(store, need, spec.sink, rope, bias).items()}
     origin = Origin(text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses)))
     keys = {name: need.options for name, need in needed.items()}
     return Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)

@@ -1,13 +1,16 @@
 """The work directory of a calibration: the arrays that its samples recorded, and the parameters fitted so far.
 
-    state.json                  the run that the samples belong to (`Identity`), and the loss of each complete sample
+    lock                        held by the process that works here
+    state.json                  the run that the samples belong to (`Identity`), the loss of each complete sample and the sha256 of each of
+                                its arrays; and a sha256 of all that
     k.rows, k.gradients,        [layers, samples, length, K, H] in the model's dtype, which is all the digits that the forward and the
     v.rows, v.gradients         backward pass have; gradients are those of the sum of a sample's losses
-    fitted/*.safetensors        one for each layer, side and set of options
+    fitted/*.safetensors        one for each layer, side and set of options, with a checksum
 
 Each layer and side is contiguous in its files, so fitting it reads nothing else. A sample counts once its loss is in state.json, and a
 fit once its file has its final name: an interrupted run loses only the step in progress. The samples do not depend on the cache they are
-for, so one directory serves several.
+for, so one directory serves several. state.json is the first file of all after the lock, and the directory is deleted as a whole; so a
+process that is killed at any moment leaves a directory that the same command goes on from.
 """
 
 from __future__ import annotations
@@ -17,25 +20,31 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
+import filelock
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.atomic_files import replacing
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Side
+from kvq_jax.files.checksum import NoChecksum, read_tensors, save_tensors, sha256_of
+from kvq_jax.files.whole import UNFINISHED, delete_directory, remove_unfinished, replacing
 from kvq_models.calibration.activations import Recorded, RowsTKH
 
 FORMAT = "kvq-calibration-work-1"
-STATE, FITTED = "state.json", "fitted"
+LOCK, STATE, FITTED = "lock", "state.json", "fitted"
 FILES = ("k.rows", "k.gradients", "v.rows", "v.gradients")
+DIGESTS, CHECKSUM = "sha256_of_arrays", "sha256"  # fields of state.json
 GIB = 2**30
+ATTEMPTS = 10  # to lock a directory that others delete at the same time
+
+Digests: TypeAlias = dict[str, list[str]]  # the sha256 of one sample's arrays: by file, one for each layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,25 +60,38 @@ class Identity:
 
 
 class Store:
-    """An open work directory. `losses` holds one entry for each complete sample, in order."""
+    """A work directory, open while the `with` block lasts. `losses` holds one entry for each complete sample, in order."""
 
     def __init__(self, directory: Path, identity: Identity, dims: CacheDims):
-        """Resume the run of this identity that the directory holds, or begin one in a new or empty directory.
-
-        Raises ValueError, in one line, where the directory holds something else; OSError where the disk has no space for the samples to
-        come.
-        """
         self.directory, self.identity = directory, identity
         self.losses: list[float] = []
+        self._digests: list[Digests | None] = []  # of each complete sample; None for one of an older version
         self._shape = (dims.num_hidden_layers, identity.samples, identity.length, dims.num_key_value_heads, dims.head_dim)
         self._dtype = jnp.dtype(identity.dtype)
-        if (directory / STATE).exists():
-            self._take_up()
-        elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise ValueError(f"{str(directory)!r} is not the work directory of a calibration, and it is not empty; name another one")
+        self._lock = _lock(directory)
+
+    def __enter__(self) -> Store:
+        """Resume the run of this identity that the directory holds, or begin one in a new or empty directory.
+
+        Raises ValueError, in one line, where the directory holds something else, is damaged, or belongs to a process that runs right now;
+        OSError where the disk has no space for the samples to come. Then nothing is changed.
+        """
+        self._take_up()
         self._check_disk()
-        (directory / FITTED).mkdir(parents=True, exist_ok=True)
-        self._write_state()
+        self._take()
+        try:
+            self._take_up()  # again: until now, another process may have worked here
+            remove_unfinished(self.directory)
+            self._write_state()
+            (self.directory / FITTED).mkdir(exist_ok=True)
+            remove_unfinished(self.directory / FITTED)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     @contextmanager
     def sample(self) -> Iterator[SampleWriter]:
@@ -83,52 +105,107 @@ class Store:
                 os.fsync(file.fileno())  # state.json must not say more than the disk holds
         assert writer.loss is not None, "a sample ends with its loss"
         self.losses.append(writer.loss)
+        self._digests.append(writer.digests)
         self._write_state()
 
     def read(self, layer: int, side: Side) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows, gradients) of one side of one layer, mapped from their files: [samples, length, K, H] in the model's dtype."""
-        rows, gradients = (
-            np.memmap(self.directory / f"{side}.{kind}", self._dtype, "r", shape=self._shape)[layer] for kind in ("rows", "gradients")
-        )
-        return rows, gradients
+        """Return (rows, gradients) of one side of one layer, mapped from their files: [samples, length, K, H] in the model's dtype.
+
+        Raises ValueError, in one line, where they are not what was recorded.
+        """
+        return self._recorded(f"{side}.rows", layer), self._recorded(f"{side}.gradients", layer)
 
     def fitted(self, layer: int, side: Side, options: str) -> dict[str, np.ndarray] | None:
-        """Return the parameters fitted for a layer and side with these options, or None."""
+        """Return the parameters fitted for a layer and side with these options; None where there are none, or none that are whole."""
+        file = self._fitted_file(layer, side, options)
         try:
-            return load_file(self._fitted_file(layer, side, options))
-        except (FileNotFoundError, SafetensorError):
-            return None
+            with safe_open(file, framework="numpy") as stored:
+                if (stored.metadata() or {}).items() >= self._fitted_header(layer, side, options).items():
+                    return read_tensors(stored, repr(str(file)), required=True)
+        except (OSError, SafetensorError, ValueError):
+            pass  # damaged ones are fitted again, as missing ones are
+        return None
 
     def keep(self, layer: int, side: Side, options: str, parameters: dict[str, np.ndarray]) -> None:
         """Keep fitted parameters."""
-        with replacing(self._fitted_file(layer, side, options)) as temporary:
-            save_file(parameters, temporary)
+        save_tensors(self._fitted_file(layer, side, options), parameters, self._fitted_header(layer, side, options))
 
     @staticmethod
     def delete(directory: Path) -> None:
-        """Delete a work directory that a run has resumed or begun, with all its files."""
-        shutil.rmtree(directory)
+        """Delete a work directory that a run has resumed or begun, with all its files; leave it to another process that has taken it up."""
+        with suppress(filelock.Timeout), _lock(directory):
+            delete_directory(directory)
+
+    def _fitted_header(self, layer: int, side: Side, options: str) -> dict[str, str]:
+        """Return the header of a file of fitted parameters: all that they depend on."""
+        return {"identity": json.dumps(dataclasses.asdict(self.identity)), "layer": str(layer), "side": side, "options": options}
 
     def _fitted_file(self, layer: int, side: Side, options: str) -> Path:
         return self.directory / FITTED / f"{hashlib.sha256(options.encode()).hexdigest()[:16]}.{layer}.{side}.safetensors"
 
+    def _take(self) -> None:
+        """Make the directory where it is missing, and lock it. Raise ValueError where another process holds it."""
+        for _ in range(ATTEMPTS):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire()
+            except filelock.Timeout:
+                raise ValueError(f"another process is calibrating in {str(self.directory)!r} right now; wait for it") from None
+            except FileNotFoundError:
+                continue  # it was deleted in between, by a process that had finished
+            return
+        raise ValueError(f"{str(self.directory)!r} cannot be locked: it disappears again and again")
+
     def _take_up(self) -> None:
+        """Read the state, if there is one. Raise ValueError where it is another run's, or where something else is in the directory."""
         file = self.directory / STATE
-        try:
-            state = json.loads(file.read_text(encoding="utf-8"))
-            known, stored, losses = state["format"] == FORMAT, Identity(**state["identity"]), [float(loss) for loss in state["losses"]]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{str(file)!r} cannot be read as the state of a calibration; delete {str(self.directory)!r}") from error
-        if not known:
-            raise ValueError(f"{str(file)!r} was written by another version of kvq; delete {str(self.directory)!r}")
+        if not file.exists():
+            self._check_empty()
+            return
+        state = self._read_state(file)
         for field in dataclasses.fields(Identity):
-            theirs, ours = getattr(stored, field.name), getattr(self.identity, field.name)
+            theirs, ours = getattr(state.identity, field.name), getattr(self.identity, field.name)
             if theirs != ours:
                 raise ValueError(
                     f"{str(self.directory)!r} holds the samples of another run: {field.name} is {_short(theirs)} there and {_short(ours)} "
                     "here; name another work directory, or delete this one"
                 )
-        self.losses = losses
+        self.losses, self._digests = state.losses, state.digests
+
+    def _check_empty(self) -> None:
+        ours = self.directory.is_dir() and all(path.name == LOCK or path.name.startswith(UNFINISHED) for path in self.directory.iterdir())
+        if self.directory.exists() and not ours:
+            raise ValueError(f"{str(self.directory)!r} is not the work directory of a calibration, and it is not empty; name another one")
+
+    def _read_state(self, file: Path) -> _State:
+        delete = f"delete {str(self.directory)!r}"
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            known, identity, losses = fields["format"] == FORMAT, Identity(**fields["identity"]), [float(loss) for loss in fields["losses"]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{str(file)!r} cannot be read as the state of a calibration; {delete}") from error
+        if not known:
+            raise ValueError(f"{str(file)!r} was written by another version of kvq; {delete}")
+        if not fields.keys() & {DIGESTS, CHECKSUM}:
+            warnings.warn(f"{str(file)!r} was written before files had checksums: damage would not be seen", NoChecksum, stacklevel=2)
+            return _State(identity, losses, [None] * len(losses))
+        if fields.pop(CHECKSUM, None) != _checksum(fields):
+            raise ValueError(f"{str(file)!r} is damaged: its content does not have the checksum that it states; {delete}")
+        return _State(identity, losses, fields[DIGESTS])
+
+    def _recorded(self, name: str, layer: int) -> np.ndarray:
+        """Return one layer of a file of arrays, mapped, after comparing it with the checksums of its samples."""
+        file = self.directory / name
+        size = int(np.prod(self._shape)) * self._dtype.itemsize
+        if not file.is_file() or file.stat().st_size != size:
+            raise ValueError(f"{str(file)!r} is missing or has not the {size} bytes that were recorded; delete {str(self.directory)!r}")
+        recorded = np.memmap(file, self._dtype, "r", shape=self._shape)[layer]
+        for sample, digests in enumerate(self._digests):
+            if digests is not None and sha256_of(recorded[sample]) != digests[name][layer]:
+                raise ValueError(
+                    f"{str(file)!r} is damaged: sample {sample} of layer {layer} does not have its checksum; delete {str(self.directory)!r}"
+                )
+        return recorded
 
     def _check_disk(self) -> None:
         """Raise OSError where the samples to come do not fit the disk; those recorded before already have their place."""
@@ -143,21 +220,33 @@ class Store:
             )
 
     def _write_state(self) -> None:
-        state = {"format": FORMAT, "identity": dataclasses.asdict(self.identity), "losses": self.losses}
-        with replacing(self.directory / STATE) as temporary:
-            temporary.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        state = {"format": FORMAT, "identity": dataclasses.asdict(self.identity), "losses": self.losses, DIGESTS: self._digests}
+        with replacing(self.directory / STATE) as unfinished:
+            unfinished.write_text(json.dumps(state | {CHECKSUM: _checksum(state)}, indent=2) + "\n", encoding="utf-8")
+
+
+class _State(NamedTuple):
+    """The content of state.json."""
+
+    identity: Identity
+    losses: list[float]
+    digests: list[Digests | None]
 
 
 class SampleWriter:
-    """Writer of one sample's arrays to their places in the files. `loss` is the sample's mean loss, set at its end."""
+    """Writer of one sample's arrays to their places in the files. `loss` is the sample's mean loss, set at its end; `digests` has the
+    sha256 of every array."""
 
     def __init__(self, files: dict[str, BinaryIO], shape: tuple[int, ...], sample: int):
         self.loss: float | None = None
+        self.digests: Digests = {name: [""] * shape[0] for name in files}
         self._files, self._shape, self._sample = files, shape, sample
 
     def __call__(self, recorded: Recorded) -> None:
-        file = self._files[f"{recorded.side}.{recorded.what}"]
+        name = f"{recorded.side}.{recorded.what}"
         array: RowsTKH = np.ascontiguousarray(recorded.array)
+        self.digests[name][recorded.layer] = sha256_of(array)
+        file = self._files[name]
         file.seek((recorded.layer * self._shape[1] + self._sample) * array.nbytes)
         file.write(
             array.reshape(-1).view(np.uint8).data
@@ -168,6 +257,14 @@ def _opened(file: Path) -> BinaryIO:
     """Open a file for writing at any place; create it where it is missing."""
     file.touch()
     return file.open("r+b")
+
+
+def _lock(directory: Path) -> filelock.BaseFileLock:
+    return filelock.FileLock(directory / LOCK, timeout=0)
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _short(value: object) -> str:

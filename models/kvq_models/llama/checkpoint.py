@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from kvq_jax.cache.atomic_files import replacing
+from kvq_jax.files.checksum import write_tensors
+from kvq_jax.files.whole import link_others, replacing_directory
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
@@ -86,18 +86,24 @@ def save_llama(llama: Llama, directory: str | os.PathLike[str], tokenizer: Any =
     """Write config.json, model.safetensors and the tokenizer's files, which transformers' AutoModelForCausalLM loads.
 
     Weights keep their dtype; parameters of cache methods are not part of a checkpoint and are not written. The host holds one more copy of
-    the model meanwhile. Each file appears whole or not at all. Raises ValueError where `LlamaConfig.to_hf` does.
+    the model meanwhile. The directory appears with all its files at once or not at all. Where it exists, it is replaced at once too, by one
+    that holds its other files as well. Raises ValueError where `LlamaConfig.to_hf` does.
     """
+    write = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
+    save_checkpoint(llama, directory, write)
+
+
+def save_checkpoint(llama: Llama, directory: str | os.PathLike[str], write_tokenizer: Callable[[Path], object]) -> None:
+    """Do what `save_llama` does, with a function that writes the tokenizer's files into the directory that it is given."""
     directory = Path(directory)
     fields = llama.config.to_hf() | {"torch_dtype": llama.embed[...].dtype.name}  # the key that old and new versions read
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {w.name: np.asarray(w.leaf.T if w.transpose else w.leaf) for w in hf_names.weights(llama).values()}
-    with replacing(directory / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-    with replacing(directory / "config.json") as temporary:
-        temporary.write_text(json.dumps(fields, indent=2) + "\n")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+    with replacing_directory(directory) as unfinished:
+        write_tensors(unfinished / "model.safetensors", tensors, {"format": "pt"})
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        write_tokenizer(unfinished)
+        if directory.exists():
+            link_others(directory, unfinished)
 
 
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:

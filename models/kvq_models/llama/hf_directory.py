@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from kvq_jax.files.checksum import SHA256, Checksum
 from kvq_models.llama.config import LlamaConfig, token_ids
 from kvq_models.llama.hf_names import EMBED_NAME, HEAD_NAME
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor, first_line
@@ -41,6 +43,7 @@ class HfDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._checksums: dict[Path, Checksum] = defaultdict(Checksum)  # of the tensors that were read, by their files
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
@@ -96,12 +99,25 @@ class HfDirectory:
         raise CheckpointError(f"no *.safetensors in {str(directory)!r}")
 
     def read(self, name: str) -> np.ndarray:
-        """Return a host copy of one tensor. Its file is opened for it alone, because the pages of an open mapping stay in memory."""
+        """Return a host copy of one tensor. Its file is opened for it alone, because the pages of an open mapping stay in memory.
+
+        A file with a checksum (`save_llama` writes one) is verified with the last of its tensors: CheckpointError where it is damaged.
+        """
         stored = self.tensors[name]
         if stored.dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}")
         with _opened(stored.file) as tensors:
-            return tensors.get_tensor(stored.stored_as or name)
+            own = stored.stored_as or name
+            tensor, header, count = tensors.get_tensor(own), tensors.metadata() or {}, len(tensors.keys())
+        if SHA256 in header:
+            checksum = self._checksums[stored.file]
+            checksum.add(own, tensor)
+            if len(checksum) == count:
+                try:
+                    checksum.check(repr(str(stored.file)), header, required=True)
+                except ValueError as error:
+                    raise CheckpointError(str(error)) from None
+        return tensor
 
     def tokenizer(self) -> Any:
         """Return the directory's tokenizer, or None where it has none."""

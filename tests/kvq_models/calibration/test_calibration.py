@@ -372,14 +372,14 @@ def test_what_a_codec_refuses_names_its_layer_and_side(work, monkeypatch):
 def test_a_store_reads_what_was_written(tmp_path):
     llama = model()
     identity = Identity("", "", 2, LENGTH, 0, "float32")
-    store = Store(tmp_path / "w", identity, dims_of(llama.config))
     windows = random_tokens((2, LENGTH + 1))
-    for window in windows:
-        with store.sample() as writer:
-            writer.loss = record(llama, np.asarray(window), writer)
-    found = [recorded(llama, window)[1] for window in windows]
-    for layer in range(2):
-        for side in ("k", "v"):
-            for what, array in zip(("rows", "gradients"), store.read(layer, side), strict=True):
-                np.testing.assert_array_equal(array, np.stack([one[layer, side, what] for one in found]))
-                assert not np.array_equal(array[0], array[1])
+    with Store(tmp_path / "w", identity, dims_of(llama.config)) as store:
+        for window in windows:
+            with store.sample() as writer:
+                writer.loss = record(llama, np.asarray(window), writer)
+        found = [recorded(llama, window)[1] for window in windows]
+        for layer in range(2):
+            for side in ("k", "v"):
+                for what, array in zip(("rows", "gradients"), store.read(layer, side), strict=True):
+                    np.testing.assert_array_equal(array, np.stack([one[layer, side, what] for one in found]))
+                    assert not np.array_equal(array[0], array[1])

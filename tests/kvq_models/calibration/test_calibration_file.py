@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
+from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
 from kvq_models import load_calibration, prefill, prepare, save_calibration
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_models.llama import hf_names
@@ -39,12 +41,12 @@ def test_a_file_serves_caches_that_differ_in_windows_skipped_layers_or_the_other
 
 
 def changed(path, change):
-    """Return the file with its tensors and header changed."""
+    """Change a file's tensors and header, and give it the checksum of what it holds then."""
     tensors = load_file(path)
     with path.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))["__metadata__"]
     change(tensors, header)
-    save_file(tensors, path, metadata=header)
+    save_tensors(path, tensors, header)
 
 
 def without_layer(tensors, header):
@@ -63,7 +65,7 @@ BROKEN = {
     "other dtype": (lambda t, h: t.update({"layers.0.k.levels": np.ones(4)}), "is F64[4], expected float32[4]"),
     "not finite": (lambda t, h: t["layers.1.k.scale"].__setitem__((0, 3), np.inf), "tensor layers.1.k.scale is not finite"),
     "no calibration": (lambda t, h: h.clear() or h.update(format="pt"), "is not a calibration"),
-    "later version": (lambda t, h: h.update(format_version="2"), "format_version='2'"),
+    "later version": (lambda t, h: h.update(format_version="3"), "format_version='3'"),
     "no samples": (lambda t, h: h.pop("samples"), "header field samples=None"),
     "odd dims": (lambda t, h: h.update(dims="[]"), "header field dims="),
     "deep dims": (lambda t, h: h.update(dims="[" * 100_000), "header field dims="),
@@ -83,6 +85,39 @@ def test_a_broken_file_is_refused_by_name(case, file):
     load_calibration(file, model(), SPEC)
     changed(file, change)
     one_line(message, load_calibration, file, model(), SPEC)
+
+
+def test_damage_of_tensors_of_the_header_and_of_their_order_is_found(file):
+    whole = file.read_bytes()
+    levels, scale = (load_file(file)[f"layers.0.k.{name}"].tobytes() for name in ("levels", "scale"))
+    damaged = {
+        "one bit of a level": whole.replace(levels, bytes([levels[0] ^ 1]) + levels[1:]),
+        "the last bit": whole[:-1] + bytes([whole[-1] ^ 128]),
+        "another seed": whole.replace(b'"seed":"0"', b'"seed":"1"'),
+        "two channels that change places": whole.replace(scale, scale[4:8] + scale[:4] + scale[8:]),
+    }
+    for name, content in damaged.items():
+        assert content != whole, name
+        file.write_bytes(content)
+        one_line("is damaged: its content does not have the checksum", load_calibration, file, model(), SPEC)
+    changed_version = whole.replace(b'"format_version":"2"', b'"format_version":"1"')
+    file.write_bytes(changed_version)
+    one_line("is damaged", load_calibration, file, model(), SPEC)
+    file.write_bytes(whole)
+    load_calibration(file, model(), SPEC)
+
+
+def test_a_file_of_an_older_version_is_read_with_a_note_and_a_new_one_must_have_its_checksum(file):
+    new, tensors = load_calibration(file, model(), SPEC), load_file(file)
+    with safe_open(file, framework="numpy") as opened:
+        header = {field: value for field, value in opened.metadata().items() if field != SHA256}
+    save_file(tensors, file, metadata=header)
+    one_line("has no checksum", load_calibration, file, model(), SPEC)
+    save_file(tensors, file, metadata=header | {"format_version": "1"})
+    with pytest.warns(NoChecksum, match="written before files had checksums"):
+        old = load_calibration(file, model(), SPEC)
+    for name, tensor in new.tensors.items():
+        np.testing.assert_array_equal(old.tensors[name], tensor, err_msg=name)
 
 
 def test_a_truncated_file_or_something_else_is_refused(file):

@@ -1,0 +1,104 @@
+"""Tensor files with a checksum: safetensors whose header holds a sha256 of everything else that the file says.
+
+    sha256( JSON of [ header without the checksum, sorted;  (name, dtype, shape, sha256 of the bytes) of each tensor, sorted ] )
+
+So a damaged tensor, a changed header field, and tensors that have changed places are all found. Damage is: a checksum is no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from kvq_jax.files.whole import replacing
+
+SHA256 = "kvq_sha256"  # the header's field
+
+
+class NoChecksum(UserWarning):
+    """A file of an older version has no checksum."""
+
+
+class Checksum:
+    """The checksum of a file whose tensors are seen one at a time, in any order."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def add(self, name: str, tensor: np.ndarray) -> None:
+        self._tensors[name] = tensor.dtype.name, tensor.shape, sha256_of(tensor)
+
+    def hexdigest(self, header: Mapping[str, str]) -> str:
+        """Return the checksum of the tensors so far with a file's header; a checksum that it holds is left out."""
+        fields = sorted((field, value) for field, value in header.items() if field != SHA256)
+        tensors = [(name, *self._tensors[name]) for name in sorted(self._tensors)]
+        return hashlib.sha256(json.dumps([fields, tensors]).encode()).hexdigest()
+
+    def check(self, where: str, header: Mapping[str, str], *, required: bool) -> None:
+        """Raise ValueError, in one line, where a file's checksum is not that of its content; `where` names the file.
+
+        A file without one raises too where it is `required`. Otherwise the file is of an older version, and a warning says that damage
+        would not be seen.
+        """
+        if SHA256 not in header:
+            if required:
+                raise ValueError(f"{where} is damaged: its header has no checksum ({SHA256})")
+            warnings.warn(f"{where} was written before files had checksums: damage would not be seen", NoChecksum, stacklevel=3)
+        elif header[SHA256] != self.hexdigest(header):
+            raise ValueError(f"{where} is damaged: its content does not have the checksum ({SHA256}) that its header states")
+
+
+def sha256_of(tensor: np.ndarray) -> str:
+    """Return the sha256 of an array's bytes, as 64 hex digits."""
+    return hashlib.sha256(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def read_tensors(file: Any, where: str, *, required: bool) -> dict[str, np.ndarray]:
+    """Return all tensors of an open safetensors file by their names. Raises as `Checksum.check`."""
+    tensors, checksum = {}, Checksum()
+    for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+        tensors[name] = file.get_tensor(name)
+        checksum.add(name, tensors[name])
+    checksum.check(where, file.metadata() or {}, required=required)
+    return tensors
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], header: Mapping[str, str]) -> None:
+    """Write a safetensors file with these header fields and a checksum, whole or not at all. Equal contents give equal bytes."""
+    with replacing(path) as unfinished:
+        write_tensors(unfinished, tensors, header)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], header: Mapping[str, str]) -> None:
+    """Write the file of `save_tensors` to a place that a kill may leave short."""
+    checksum = Checksum()
+    for name, tensor in tensors.items():
+        checksum.add(name, tensor)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={**header, SHA256: checksum.hexdigest(header)})
+    path.chmod(mode)  # safetensors writes files that only their owner may read
+    _sort_header(path)
+
+
+def _sort_header(path: Path) -> None:
+    """Sort a file's header fields by name, in place: safetensors writes them in an order that changes from run to run."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size, "a sorted header is as long as before"
+        file.seek(8)
+        file.write(text.ljust(size))
