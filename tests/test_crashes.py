@@ -201,6 +201,8 @@ def test_a_writer_that_is_killed_at_any_step_leaves_old_or_new_and_works_again(n
             writer.write(folder, 0)
         return folder
 
+    (tmp_path / "compiled").mkdir()
+    writer.write(tmp_path / "compiled", 1)  # programs that are compiled and kept on disk are no steps of the writer
     folder = prepared(tmp_path / "undisturbed")
     old = writer.read(folder)
     steps = steps_of(lambda: writer.write(folder, 1))
