@@ -85,6 +85,8 @@ METHOD_CASES = (
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 
+ONE_OF_EACH = tuple({case.spec.partition(":")[0]: case for case in reversed(METHOD_CASES)}.values())  # the first row of each method
+
 
 def cases(*ids: str) -> pytest.MarkDecorator:
     """Parametrizes a test over the whole table, or over the rows named."""
