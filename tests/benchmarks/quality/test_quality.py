@@ -31,12 +31,12 @@ SUITE = Suite(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(shallow, tmp_path_factory):
     """Where a small run with calibrations and variants left its report."""
     folder = tmp_path_factory.mktemp("quality")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(quality.SUITES, "innerq", lambda: SUITE)
-        quality.main(["innerq", *TEXTS, *SIZES, "--stressed", f"--json={folder / windows_figure.FILE}"])
+        quality.main(["innerq", f"--model={shallow}", *TEXTS, *SIZES, "--stressed", f"--json={folder / windows_figure.FILE}"])
     return folder
 
 
@@ -80,8 +80,9 @@ def test_a_simulation_stands_beside_the_cache(report):
     assert fake.kl > 1.01 * decoded.kl, "a cache keeps its newest tokens in full precision, the simulation quantizes all"
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     file = tmp_path / "quality.json"
+    command = ["innerq", f"--model={shallow}", *TEXTS, *SIZES, f"--json={file}"]
     suite = Suite("A title", (listed("A", [(bits, f"int{bits}") for bits in "2348"]),))
     monkeypatch.setitem(quality.SUITES, "innerq", lambda: suite)
     monkeypatch.setattr(bench, "TOGETHER", 1)
@@ -95,11 +96,11 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "measure_rows", until_the_third)
     with pytest.raises(KeyboardInterrupt):
-        quality.main(["innerq", *TEXTS, *SIZES, f"--json={file}"])
+        quality.main(command)
     assert not file.exists()
     (journal,) = tmp_path.glob("*/*.jsonl")
     journal.write_text(journal.read_text() + '{"key": "a line that a kill cut')
-    quality.main(["innerq", *TEXTS, *SIZES, f"--json={file}"])
+    quality.main(command)
     assert measured == ["int2", "int3", "int4", "int4", "int8"]
     assert [row.cache for row in QualityReport.read(file).rows] == ["int2", "int3", "int4", "int8"]
     assert list(tmp_path.iterdir()) == [file], "a complete run leaves its report alone"
