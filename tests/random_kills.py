@@ -49,8 +49,11 @@ def main(folder: pathlib.Path, kills: int) -> None:
     for kill in range(kills):
         child = os.fork()
         if child == 0:
-            for version in range(1_000_000):
-                write(folder, 1000 * kill + version)
+            parent, version = os.getppid(), 1000 * kill
+            while os.getppid() == parent:  # a child whose parent was killed ends too
+                version += 1
+                write(folder, version)
+            os._exit(0)
         time.sleep(moments.uniform(0, 0.2))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

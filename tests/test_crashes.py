@@ -20,20 +20,16 @@ import pytest
 import kvq_jax as kvq
 from benchmarks.quality.journal import Journal
 from benchmarks.report_file import Report
-from kvq_jax.cache.cache import CacheDims
 from kvq_jax.files import whole
 from kvq_jax.files.whole import UNFINISHED, replacing, replacing_directory
 from kvq_models import save_calibration, save_llama
-from kvq_models.calibration.activations import Recorded
-from kvq_models.calibration.file import Calibration, Origin
-from kvq_models.calibration.store import Identity, Store
 from kvq_models.named_models.fetch import fetch
 from kvq_tools.report import page, write
 from tests.crashes import killed_at, listing, steps_of
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.package_server import tiny
+from tests.kvq_models.work_directories import DIMS, calibrate, calibration
 
-DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, hidden_size=8)
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -80,34 +76,8 @@ def write_cache(folder: pathlib.Path, content: int) -> None:
     kvq.save_cache(dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32)), folder / "cache.safetensors")
 
 
-def calibration(tensors: dict[str, np.ndarray], seed: int) -> Calibration:
-    origin = Origin("text", "0", 2, 3, seed, "float32", 1.0)
-    return Calibration("kvquant", DIMS, "fingerprint", {"layers.0.k": "kvquant"}, origin, tensors)
-
-
 def write_calibration(folder: pathlib.Path, content: int) -> None:
     save_calibration(calibration({"layers.0.k.levels": np.full(4, content, np.float32)}, content), folder / "calibration.safetensors")
-
-
-def calibrate(folder: pathlib.Path, content: int) -> None:
-    """Do what `kvq calibrate` does with files. Samples are numbers in place of activations, and a fit is their sum."""
-    work = folder / "out.safetensors.work"
-    with Store(work, Identity("model", "tokens", 2, 3, content, "float32"), DIMS) as store:
-        for index in range(len(store.losses), 2):
-            with store.sample() as writer:
-                for side in ("k", "v"):
-                    for number, kind in enumerate(("rows", "gradients")):
-                        writer(Recorded(0, side, kind, np.full((3, 1, 4), 10 * content + 2 * index + number, np.float32)))
-                writer.loss = 0.5 * index
-        tensors = {}
-        for side in ("k", "v"):
-            fitted = store.fitted(0, side, "options")
-            if fitted is None:
-                fitted = {"sum": np.stack(store.read(0, side)).sum(axis=(0, 2))}
-                store.keep(0, side, "options", fitted)
-            tensors[f"layers.0.{side}.sum"] = fitted["sum"]
-    save_calibration(calibration(tensors, content), folder / "out.safetensors")
-    Store.delete(work)
 
 
 class Words:
