@@ -7,11 +7,13 @@ It needs one line in COMMANDS. Only the module of the command in use is imported
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from kvq_tools.cli import interruption
 from kvq_tools.cli.console import UserError
@@ -82,6 +84,24 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Show the library's own warnings as the command's. Those of others come as Python shows them."""
+    original = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if category.__module__.startswith("kvq_"):
+            print(f"kvq: warning: {message}", file=sys.stderr)
+        else:
+            original(message, category, *where)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = original
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -89,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
         interruption.begin()
-        options.run(options)
+        with _warnings_in_one_line():
+            options.run(options)
         sys.stdout.flush()
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
