@@ -9,6 +9,9 @@ PIP = $(RUN) -m pip --disable-pip-version-check install --quiet
 # torch (extra parity) is only for comparisons with transformers, pinned to a build for Python 3.11
 EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.version_info[:2] == (3, 11) else "test")')
 
+# what an installation is made of: pyproject.toml, and the C++ that it compiles
+BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
+
 .PHONY: demo test aot lint bench clean
 
 demo: $(VENV)/.kvq
@@ -37,17 +40,17 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.kvq: $(VENV)/bin/python pyproject.toml
+$(VENV)/.kvq: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq into $(VENV) (a minute or two) ..."
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.kvq-test: $(VENV)/bin/python pyproject.toml
+$(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq with extras $(EXTRAS) into $(VENV) (a few minutes) ..."
 	$(PIP) -e ".[$(EXTRAS)]"
 	@touch $@
 
-$(VENV)/.kvq-aot: $(VENV)/bin/python pyproject.toml
+$(VENV)/.kvq-aot: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq with extras test, aot into $(VENV) (a few minutes) ..."
 	$(PIP) -e ".[test,aot]"
 	@touch $@

@@ -25,12 +25,15 @@ LIBRARY = {"jax", "jaxtyping", "numpy", "safetensors", "filelock"}  # all that k
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Return the wheel, built as `pip install .` builds it, from a copy: what an earlier build left beside the sources stays out of it."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return build(tmp_path_factory.mktemp("wheel"), dict(os.environ))
+
+
+def build(folder: pathlib.Path, environment: dict[str, str]) -> pathlib.Path:
     source = folder / "source"
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results", "*.so")
     shutil.copytree(ROOT, source, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True)
+    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True, env=environment)
     (wheel,) = folder.glob("kvq_jax-*.whl")
     return wheel
 
@@ -76,6 +79,28 @@ def test_the_files_that_code_opens_travel_with_the_packages(installed: set[str])
     others = {"kvq_tools/cli/passage.txt", "kvq_tools/report/page.html.jinja", "kvq_jax/methods/kivi/README.md"}
     assert embedded | typed | others <= installed
     assert (ROOT / "models/kvq_models/embedded/model.safetensors").stat().st_size < 16e6
+
+
+def has_kernels(files: set[str]) -> bool:
+    return any(re.fullmatch(r"cpu_kernels/native\..*\.?so", name) for name in files)
+
+
+def test_the_kernels_are_compiled_where_there_is_a_compiler(installed: set[str]):
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler is on the PATH")
+    assert has_kernels(installed)
+
+
+def test_an_installation_without_a_compiler_has_all_but_the_kernels(installed: set[str], tmp_path: pathlib.Path):
+    nothing = tmp_path / "bin"
+    nothing.mkdir()
+    bare = build(tmp_path, os.environ | {"PATH": str(nothing), "CXX": ""})
+    files = set(zipfile.ZipFile(bare).namelist())
+    assert not has_kernels(files)
+    assert files == {name for name in installed if not has_kernels({name})}
+    zipfile.ZipFile(bare).extractall(tmp_path / "site")
+    program = "from kvq_jax.attention import dispatch; print(dispatch.kernels_here())"
+    assert "none: the CPU kernels were not compiled when kvq was installed" in run(program, tmp_path / "site", tmp_path)
 
 
 def test_the_version_is_that_of_the_package(wheel: pathlib.Path, installed: set[str]):

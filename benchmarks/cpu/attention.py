@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Candidate, Shape, argument_parser, first_row, parsed, random_layer, relative_error, run, wait
 from benchmarks.report_file import arguments
-from kvq_jax.attention import reference
+from kvq_jax.attention import dispatch, reference
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
@@ -52,8 +52,14 @@ BASELINES: tuple[tuple[str, Callable, str], ...] = (
 
 
 def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
-    """Return the dense baselines, then the caches."""
-    return [_baseline(shape, *baseline) for baseline in BASELINES] + [_cache(shape, spec) for spec in caches]
+    """Return the dense baselines, then the caches, as they run on this machine and, where kernels read them, on XLA."""
+    chosen = [_baseline(shape, *baseline) for baseline in BASELINES]
+    for spec in caches:
+        plan = _plan(shape, spec)
+        chosen.append(_cache(shape, spec, plan, None))
+        if dispatch.choose(None, plan, shape.kv_heads * shape.group, 1) is not None:
+            chosen.append(_cache(shape, f"{spec}, xla", plan, "xla"))
+    return chosen
 
 
 def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candidate:
@@ -79,16 +85,19 @@ def _baseline_error(output: Array, q: Array, k: Array, v: Array, length: Array) 
     return relative_error(output[:1].reshape(want.shape), want)
 
 
-def _cache(shape: Shape, spec: str) -> Candidate:
-    """Return one layer of a cache that holds `tokens` tokens of each sequence; its step appends one and attends to all, in place."""
+def _plan(shape: Shape, spec: str) -> LayerPlan:
     heads = shape.kv_heads * shape.group
     dims = CacheDims(1, heads, shape.kv_heads, shape.head_dim, heads * shape.head_dim)
     cache = kvq.parse(spec)
-    plan = cache.layer(0, dims, shape.tokens + cache.block, "float32")
+    return cache.layer(0, dims, shape.tokens + cache.block, "float32")
+
+
+def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Implementation) -> Candidate:
+    """Return one layer of a cache that holds `tokens` tokens of each sequence; its step appends one and attends to all, in place."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(state: LayerState, inputs: kvq.LayerInputs) -> tuple[Array, LayerState]:
-        out, state, _ = decode_layer(plan, (), state, inputs, ())
+        out, state, _ = decode_layer(plan, (), state, inputs, (), implementation)
         return out, state
 
     state, inputs = random_layer(plan, shape.batch, "float32"), _inputs(shape)
@@ -101,7 +110,7 @@ def _cache(shape: Shape, spec: str) -> Candidate:
         out, held[0] = program(held[0], inputs)
         wait(out)
 
-    return Candidate(spec, "float32", step, error, kvq.nbytes(held), program.memory_analysis())
+    return Candidate(name, "float32", step, error, kvq.nbytes(held), program.memory_analysis())
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,8 +15,11 @@ from benchmarks.cpu import attention, decode_step
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.machine_code.report import Instructions, named_by_spec
 from benchmarks.report_file import RESULTS
+from kvq_jax.attention import dispatch
 
 CACHES = ("kivi:bits=4", "innerq")
+NATIVE = dispatch.no_device("native") is None
+READ = ("kivi:bits=4", "kivi:bits=4, xla", "innerq", "innerq, xla") if NATIVE else CACHES  # what kernels read is timed on XLA, too
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("name", "implementations"),
     [
-        ("attention", ("one dot, float32", "one dot, query first, float32", "one dot, bfloat16", *CACHES)),
+        ("attention", ("one dot, float32", "one dot, query first, float32", "one dot, bfloat16", *READ)),
         ("decode_step", ("dense", *CACHES)),
     ],
 )

@@ -1,0 +1,133 @@
+// Runs the kernels over bodies of many layouts without XLA, for sanitizers: every array is a heap block of exactly its size. Each kernel of
+// this processor must agree with the baseline, and threads must not change a bit.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "split.h"
+
+using namespace kvq;
+
+static uint32_t state = 1;
+static uint32_t random_bits() { return (state = state * 1664525u + 1013904223u) >> 8; }
+
+template <class T>
+static std::vector<T> random_array(int64_t count, uint32_t mask) {
+  std::vector<T> values(count);
+  for (auto& value : values) value = T(random_bits() & mask);
+  values.shrink_to_fit();
+  return values;
+}
+
+static int64_t divisor(int64_t a, int64_t b) { return b ? divisor(b, a % b) : a; }
+
+// As plane_layout of pallas_kernels/tiles/layout.py.
+static Body layout(int64_t bits, int64_t channels, int64_t block) {
+  Body b{};
+  b.bits = bits, b.channels = channels;
+  for (b.low_bits = 8; b.low_bits > bits; b.low_bits /= 2) {}
+  const int64_t fields = 16 / (bits == b.low_bits ? bits : bits - b.low_bits);
+  const bool wide = bits == b.low_bits && channels % 32 == 0 && channels / 32 % fields == 0;
+  b.width = wide ? 32 : 16, b.chunks = (channels + b.width - 1) / b.width, b.span = divisor(block, 32);
+  b.slots = divisor(fields / divisor(fields, b.chunks), b.span);
+  const int64_t unit = fields / divisor(fields, b.slots);
+  b.chunks = (b.chunks + unit - 1) / unit * unit;
+  return b;
+}
+
+struct StoredSide {
+  std::vector<uint16_t> words[2], scale, zero;
+  std::vector<float> table;
+  Side side;
+};
+
+static void fill(StoredSide& s, Body body, int64_t batch, int64_t heads, int64_t capacity) {
+  s.side.body = body;
+  for (int64_t set = 0; set < body.sets(); set++) {
+    const int64_t head = capacity / body.slots * body.row_words(set);
+    s.words[set] = random_array<uint16_t>(batch * heads * head, 0xFFFF);
+    s.side.words[set] = {reinterpret_cast<const char*>(s.words[set].data()), 2 * head * heads, 2 * head};
+  }
+  const int64_t head = body.affine == kChannelGroups ? body.channels / body.group * capacity
+                       : body.affine == kTokenGroups ? capacity / body.group * body.channels : body.channels;
+  const int64_t rows = body.affine == kChannels ? 1 : batch, row = body.affine == kChannels ? 0 : 2 * head * heads / body.heads;
+  s.scale = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
+  s.zero = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
+  s.side.scale = {reinterpret_cast<const char*>(s.scale.data()), row, 2 * head};
+  if (body.stores_zero()) s.side.zero = {reinterpret_cast<const char*>(s.zero.data()), row, 2 * head};
+  s.table.assign(16, 0.5f);
+  s.side.table = s.table.data();
+}
+
+struct Output {
+  std::vector<float> m, l, o;
+};
+
+static Output run(Call call, AttendSpan kernel, int helpers) {
+  const int64_t rows = call.batch * call.heads * call.rows;
+  Output out{std::vector<float>(rows), std::vector<float>(rows), std::vector<float>(rows * call.values.body.channels)};
+  call.m = out.m.data(), call.l = out.l.data(), call.o = out.o.data();
+  std::vector<std::thread> threads;
+  attend(call, kernel, helpers, [&threads](std::function<void()> work) { threads.emplace_back(std::move(work)); });
+  for (auto& thread : threads) thread.join();
+  return out;
+}
+
+static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, int64_t queries) {
+  const int64_t batch = 2, heads = 2;
+  StoredSide keys, values;
+  fill(keys, k, batch, heads, capacity);
+  fill(values, v, batch, heads, capacity);
+  std::vector<float> q(batch * heads * rows * k.channels);
+  for (auto& x : q) x = float(random_bits() % 2001) / 1000 - 1;
+  std::vector<int32_t> limits(batch * queries);
+  for (int64_t i = 0; i < batch * queries; i++) limits[i] = int32_t(i < queries ? capacity - i : random_bits() % (capacity + 1));
+  Call call{};
+  call.keys = keys.side, call.values = values.side, call.q = q.data(), call.limits = limits.data();
+  call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries, call.capacity = capacity;
+  const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3), best = run(call, best_kernel(), 2);
+  double difference = 0, size = 0;
+  for (size_t i = 0; i < one.o.size(); i++) {
+    difference += std::pow(double(best.o[i]) - one.o[i], 2);
+    size += std::pow(double(one.o[i]), 2);
+  }
+  const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) && !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
+  if (same && size > 0 && difference <= 1e-10 * size) return 0;
+  std::printf("%d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.bits), int(k.channels), int(rows),
+              same ? "threads agree" : "threads differ", difference, size);
+  return 1;
+}
+
+int main(int count, char** arguments) {
+  if (count > 1 && !std::strcmp(arguments[1], "overrun")) {  // the negative control: one entry too many
+    const std::vector<float> array(7);
+    const volatile float* entries = array.data();
+    return entries[7] > 0;
+  }
+  int failures = 0, checked = 0;
+  for (int64_t bits : {1, 2, 3, 4, 5, 6, 8, 9})
+    for (int64_t channels : {8, 64, 80, 128})
+      for (int64_t block : {12, 32})
+        for (int64_t rows : {1, 4, 7, 6}) {
+          Body k = layout(bits, channels, block), v = k;
+          k.affine = kTokenGroups, v.affine = kChannelGroups;
+          k.group = block, v.group = channels % 16 ? 4 : 16;
+          k.heads = 1, v.heads = 2, v.group = v.heads == 2 ? channels : v.group;
+          k.scale_type = v.scale_type = kFloat16;
+          k.centre = rows == 1 ? 1 : -1, v.centre = -1;
+          v.table = bits <= 4 && rows == 4;
+          if (rows == 6) {
+            std::swap(k, v);
+            v.affine = kChannels, v.group = 1, v.heads = 1, v.centre = -1;
+            k.heads = 1, k.group = channels / 4;
+          }
+          failures += check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows, rows == 6 ? 3 : 1);
+          checked++;
+        }
+  std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernel_name(), failures);
+  return failures != 0;
+}

@@ -1,0 +1,46 @@
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a program without XLA or Python."""
+
+from __future__ import annotations
+
+import pathlib
+import platform
+import shutil
+import subprocess
+
+import pytest
+
+SOURCES = pathlib.Path(__file__).parents[2] / "cpu_kernels" / "csrc"
+SANITIZED = ("-std=c++17", "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread", f"-I{SOURCES}")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler is on the PATH")
+    folder = tmp_path_factory.mktemp("driver")
+    probe = subprocess.run([compiler, *SANITIZED, "-x", "c++", "-", "-o", str(folder / "probe")], input=b"int main() {}", check=False)
+    if probe.returncode or subprocess.run([folder / "probe"], check=False).returncode:
+        pytest.skip("this compiler's sanitizers do not work here")
+    avx2 = platform.machine().lower() in ("x86_64", "amd64")
+    parts = {"split": ["-DKVQ_AVX2"] if avx2 else [], "attention_baseline": []}
+    if avx2:
+        parts["attention_avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    objects = [str(folder / f"{name}.o") for name in parts]
+    for (name, flags), made in zip(parts.items(), objects, strict=True):
+        subprocess.run([compiler, *SANITIZED, *flags, "-c", str(SOURCES / f"{name}.cc"), "-o", made], check=True)
+    program = folder / "driver"
+    subprocess.run([compiler, *SANITIZED, str(pathlib.Path(__file__).with_name("driver.cc")), *objects, "-o", str(program)], check=True)
+    return program
+
+
+def test_no_layout_is_read_outside_its_arrays_and_all_kernels_agree(driver: pathlib.Path):
+    done = subprocess.run([driver], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert done.stdout.splitlines()[-1].startswith("256 layouts")
+
+
+def test_the_sanitizer_finds_one_entry_too_many(driver: pathlib.Path):
+    done = subprocess.run([driver, "overrun"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
