@@ -34,10 +34,15 @@ def run(capsys):
 
 @pytest.fixture
 def run_json(run):
+    from tests.kvq_tools.cli.json_page import undescribed_keys
+
     def call(*arguments):
         code, out, err = run(*arguments, "--json")
         assert code == 0, f"{arguments} failed: {err}"
-        return json.loads(out)
+        found = json.loads(out)
+        undescribed = undescribed_keys(found)
+        assert not undescribed, f"docs/json.md lacks {undescribed} of {found['format']}"
+        return found
 
     return call
 

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EVALUATION = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "kvq_jax/methods").glob("*/README.md"))]
-EXAMPLE = re.compile(r"^(?:\$ |\S*/)?kvq ([a-z]\w* .*|methods)$", re.MULTILINE)  # in a block of code, a line to type
+EXAMPLE = re.compile(r"^(?:\$ |\S*/)?kvq ([a-z][\w-]* .*|methods)$", re.MULTILINE)  # in a block of code, a line to type
 
 
 def output(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Talk to the user: errors of one line, tables, JSON, progress. Results go to stdout, everything else to stderr."""
+"""Talk to the user: errors of one line, JSON, progress. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-PIPED_WIDTH = 160  # columns where stdout is no terminal
+JSON_VERSION = 1  # of every format: counts up where a key changes its name or meaning, or goes
 
 T = TypeVar("T")
 
@@ -40,23 +39,10 @@ def warn(message: str) -> None:
     print(f"kvq: warning: {message}", file=sys.stderr)
 
 
-def print_json(result: dict[str, Any]) -> None:
-    print(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[str] = ()) -> None:
-    """Print a titled table; columns named in `numeric` are aligned to the right. Cells are printed as they are."""
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    if title:
-        print(title)
-    console.print(table)
+def print_json(kind: str, result: dict[str, Any]) -> None:
+    """Print a result as one JSON object that names its format; docs/json.md describes each."""
+    named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
+    print(json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def format_bytes(size: int) -> str:

@@ -13,7 +13,8 @@ from kvq_models.llama import checkpoint
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, input_errors, print_json, print_table, progress, warn
+from kvq_tools.cli.console import UserError, bar, input_errors, print_json, progress, warn
+from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation import outlier_channels
 from kvq_tools.evaluation.outlier_channels import TOPS, Decomposition, Magnitudes, Peak
 from kvq_tools.evaluation.results import finite
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         "accuracy": None if windows is None else accuracy(layers),
         "notes": notes + differences(config),
     }
-    print_json(result) if options.json else _print(result)
+    print_json("doctor-outliers", result) if options.json else _print(result)
 
 
 def differences(config: LlamaConfig) -> list[str]:
@@ -182,7 +183,7 @@ def _print(result: dict[str, Any]) -> None:
     else:
         _print_measured(result)
     for note in result["notes"]:
-        print(note)
+        print_line(note)
 
 
 def _print_predictions(result: dict[str, Any]) -> None:
@@ -192,7 +193,7 @@ def _print_predictions(result: dict[str, Any]) -> None:
         for layer in result["layers"]
     ]
     print_table(f"{result['model']}: channels predicted to hold outliers in the keys before RoPE", columns, rows, numeric=columns[2:])
-    print("first of W: the share of the largest singular value in the sum of all; squared: in the sum of their squares")
+    print_line("first of W: the share of the largest singular value in the sum of all; squared: in the sum of their squares")
 
 
 def _print_measured(result: dict[str, Any]) -> None:
@@ -208,7 +209,9 @@ def _print_measured(result: dict[str, Any]) -> None:
         row += _truth(peaks["largest_projected"]) if apart else []
         rows.append([*row, _shares(layer["v"])[0], _latent_text(peaks["latent_v"])])
     print_table(f"{result['model']}, {result['tokens']} tokens of {Path(result['text']).name}", columns, rows)
-    print("first of W: the share of the largest singular value in the sum of all; X U: the largest latent channel, relative to the median")
+    print_line(
+        "first of W: the share of the largest singular value in the sum of all; X U: the largest latent channel, relative to the median"
+    )
     _print_accuracy(result, apart)
 
 
@@ -219,9 +222,9 @@ def _print_accuracy(result: dict[str, Any], apart: bool) -> None:
     rows.append((f"by chance, {width} channels", *_percents(min(1, k / width) for k in TOPS)))
     columns = ("largest channel of", *(f"among {k}" if k > 1 else "the first" for k in TOPS))
     print_table(f"largest channel among the first predictions, share of {layers} layers", columns, rows, numeric=columns[1:])
-    print(PAPER)
+    print_line(PAPER)
     shares = "; ".join(f"X U_{side} {accuracies[f'first_latent_{side}']:.0%}" for side in "kv")
-    print(f"layers whose largest latent channel is the first: {shares} (the paper: X U_k in all layers, and no such pattern in X U_v)")
+    print_line(f"layers whose largest latent channel is the first: {shares} (the paper: X U_k in all layers, and no such pattern in X U_v)")
 
 
 def _named(entry: dict[str, Any]) -> str:

@@ -202,6 +202,11 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
     raise ValueError("; ".join(errors))
 
 
+def quantized_in_words(quantized: int, read: int | None = None) -> str:
+    """Return how many of the tokens that are read are quantized, for tables: that there are none is told apart from a small number."""
+    return f"{quantized}" + ("" if read is None else f" of {read}") if quantized else "NONE"
+
+
 def warn_if_exact(name: str, cache: kvq.Cache, read: int | None, where: str) -> None:
     """Warn where no quantized token is ever read though the cache is not dense: the numbers then say nothing about it.
 
@@ -241,15 +246,15 @@ def read_prompt(path: str) -> str:
 
 
 def output_directory(path: str, *, empty: bool = False) -> Path:
-    """Make the directory that --out names, and see that files can be written there, before any work is done."""
+    """Check, before any work is done, that the directory that --out names can be made and written. Nothing is made yet."""
     out = Path(path)
     if empty and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out {path!r} exists and is not an empty directory; name a new one")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {path!r} is a file; name a directory")
+    above = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
+        with tempfile.TemporaryFile(dir=above):
             return out
     except OSError as error:
         raise UserError(f"--out {path!r} cannot be written: {error}") from error

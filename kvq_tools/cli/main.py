@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvq_tools.cli import interruption
-from kvq_tools.cli.console import UserError
+from kvq_tools.cli.console import UserError, print_json
 
 BAD_INPUT = 2
 
@@ -30,12 +30,15 @@ COMMANDS = {
     "passkey": "ask for a number that a long text states once",
     "niah": "ask for needles in a haystack, as RULER hides them",
     "ruler": "ask for variables and frequent words, as RULER does",
+    "lm-eval": "pass a command line to lm-evaluation-harness, which then has kvq among its models",
     "memory": "count the exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
 }
+
+PASSED_ON = ("lm-eval",)  # commands whose arguments are another program's
 
 DESCRIPTION = """\
 KV-cache quantization for JAX: runs Hugging Face Llama-family checkpoints with a cache that is 2 to 7 times smaller than bf16."""
@@ -47,7 +50,7 @@ start here:
   kvq generate embedded --prompt "It was" --cache kivi:bits=2 --max-new-tokens 40
   kvq fetch smollm2                                 a public model of 135 million parameters, for MODEL in every command
 
-Every command explains itself: kvq COMMAND --help. With --json, a command prints one JSON object and nothing else on stdout."""
+Every command explains itself: kvq COMMAND --help. With --json, a command prints one JSON object and nothing else on stdout, errors too."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,9 +80,10 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         own = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
         if name == command:
-            module = importlib.import_module(f"kvq_tools.cli.commands.{name}")
+            module = importlib.import_module(f"kvq_tools.cli.commands.{name.replace('-', '_')}")
             module.configure(own)
-            own.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+            if name not in PASSED_ON:
+                own.add_argument("--json", action="store_true", help="print one JSON object instead of text")
             own.set_defaults(run=module.run)
     return parser
 
@@ -102,22 +106,41 @@ def _warnings_in_one_line() -> Iterator[None]:
         warnings.showwarning = original
 
 
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser(arguments[0] if arguments else None)
+    if not arguments or arguments[0] not in PASSED_ON or arguments[1:] in ([], ["--help"], ["-h"]):
+        options = parser.parse_args([*arguments, *(["--help"] if arguments and arguments[0] in PASSED_ON else [])])
+    else:
+        options = parser.parse_args([arguments[0]])
+        options.arguments = list(arguments[1:])
+    return options
+
+
+def _told(arguments: Sequence[str], error: str, status: int) -> int:
+    """Return the exit code; with --json, what went wrong is also an object on stdout."""
+    if "--json" in arguments:
+        print_json("error", {"error": error, "status": status})
+        sys.stdout.flush()
+    return status
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
     try:
-        options = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+        options = _parsed(arguments)
         interruption.begin()
         with _warnings_in_one_line():
             options.run(options)
         sys.stdout.flush()
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _told(arguments, str(error), BAD_INPUT)
     except KeyboardInterrupt as error:
-        print(interruption.line(*map(str, error.args)), file=sys.stderr)
-        return interruption.STATUS
+        told = interruption.line(*map(str, error.args))
+        print(told, file=sys.stderr)
+        return _told(arguments, told.removeprefix("kvq: "), interruption.STATUS)
     except BrokenPipeError:
         # The reader of a pipe left (`kvq methods | head`). Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

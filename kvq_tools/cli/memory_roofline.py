@@ -14,7 +14,8 @@ from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.xquant import roofline
 from kvq_jax.methods.xquant.roofline import Device, LayerCost
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli.console import format_bytes, print_table
+from kvq_tools.cli.console import format_bytes
+from kvq_tools.cli.tables import print_line, print_table
 from kvq_tools.evaluation.results import finite
 
 BLOCKS = 32  # blocks whose bytes are counted, as `kvq.body_bits_per_element` does
@@ -109,13 +110,13 @@ def print_roofline(caches: Sequence[dict[str, Any]], device: dict[str, Any]) -> 
         print_table(f"rebuilding keys and values on {device['name']}: {peaks}", columns, rows, numeric=columns[2:])
         print(EXPLAINED)
         both = device["bf16_bytes_per_token"]
-        print(f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides more; it is no faster.")
+        print_line(f"A bf16 cache reads {both} bytes for each token of a layer. What reads more hides more; it is no faster.")
     for c in rebuilding:
         here, paper = (_length(c["roofline"][name]) for name in ("hidden_tokens", "paper_hidden_tokens"))
-        print(f"{c['name']}: the shortest of its layers' lengths is {here}; by the paper's equation {paper}")
+        print_line(f"{c['name']}: the shortest of its layers' lengths is {here}; by the paper's equation {paper}")
     for c in caches:
         if not c["roofline"]["rebuilds"]:
-            print(f"{c['name']}: {NOTHING}")
+            print_line(f"{c['name']}: {NOTHING}")
 
 
 def _rows(cache: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -17,7 +17,8 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
 
@@ -158,7 +159,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         "prompt_tokens": [min(len(s.prompt) for s in samples), max(len(s.prompt) for s in samples)],
         "caches": measured,
     }
-    print_json(result) if options.json else _print(result)
+    print_json("task", result) if options.json else _print(result)
 
 
 def _prompts(options: argparse.Namespace) -> Prompts:
@@ -203,13 +204,15 @@ def _means(answers: Sequence[Answer]) -> dict[str, float]:
 def _sizes(spec: kvq.CacheSpec, config: LlamaConfig, samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the sizes of the longest sample's cache."""
     longest = max(capacity(sample, config) for sample in samples)
-    size = kvq.nbytes(kvq.layout(spec, config, 1, longest, CACHE_DTYPE))
+    layout = kvq.layout(spec, config, 1, longest, CACHE_DTYPE)
+    read = max(len(sample.prompt) + sample.max_new_tokens for sample in samples) - 1
     bits = kvq.bits_per_element(spec, config, longest, CACHE_DTYPE)
     return {
         "cache": str(spec),
         "capacity": longest,
-        "bytes": size,
-        "ratio": kvq.dense_nbytes(config, 1, longest) / size,
+        "quantized_tokens": kvq.quantized_tokens(layout, read),
+        "cache_bytes": kvq.nbytes(layout),
+        "ratio": kvq.dense_nbytes(config, 1, longest) / kvq.nbytes(layout),
         "bits_per_element": bits,
     }
 
@@ -228,13 +231,14 @@ def _print(result: dict[str, Any]) -> None:
         (
             c["name"],
             *(_percent(c["scores"][m]) for m in metrics),
-            format_bytes(c["bytes"]),
+            inputs.quantized_in_words(c["quantized_tokens"]),
+            format_bytes(c["cache_bytes"]),
             f"{c['ratio']:.2f}",
             f"{c['bits_per_element']:.2f}",
         )
         for c in result["caches"]
     ]
-    columns = ("cache", *metrics, "cache bytes", "ratio to bf16", "bits/element")
+    columns = ("cache", *metrics, "quantized tokens", "cache bytes", "ratio to bf16", "bits/element")
     print_table(title, columns, rows, numeric=columns[1:])
     for label, parts in first["by"].items():
         if len(parts) > 1:

@@ -13,7 +13,8 @@ from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, print_table, progress, warn
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.tables import print_line, print_table
 
 SAMPLES, LENGTH = 16, 2048  # as in KVQuant
 
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     if options.work is None:
         Store.delete(work)
     result = report(calibration, options, len(ids), time.perf_counter() - started)
-    print_json(result) if options.json else _print(result)
+    print_json("calibrate", result) if options.json else _print(result)
 
 
 def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
@@ -129,9 +130,9 @@ def _print(result: dict[str, Any]) -> None:
         label = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         rows.append((label, keys or "need none", values or "need none"))
     print_table(f"{result['file']}: parameters fitted for {result['cache']}", ("layers", "keys", "values"), rows)
-    print(
+    print_line(
         f"[{result['file']}: {format_bytes(result['bytes'])}; {result['samples']} samples of {result['length']} tokens out of "
         f"{result['text_tokens']} of {result['text']}, seed {result['seed']}, {result['dtype']}; "
         f"the model's loss on them {result['loss']:.3f} nats per token; {result['seconds']:.1f} s]"
     )
-    print(f"use it: kvq generate {result['model']} --prompt P --cache '{result['cache']}' --calibration {result['file']}")
+    print_line(f"use it: kvq generate {result['model']} --prompt P --cache '{result['cache']}' --calibration {result['file']}")

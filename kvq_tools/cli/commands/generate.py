@@ -20,6 +20,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
 
 CAPACITY_STEP = 64
@@ -98,10 +99,10 @@ def run(options: argparse.Namespace) -> None:
     }
     if options.json:
         text = None if request.tokenizer is None else continuation.text(ids)
-        print_json(done | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
+        print_json("generate", done | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
         return
     print(continuation.push(ids, last=True))
-    print(footer(done))
+    print_line(footer(done))
 
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:

@@ -15,7 +15,8 @@ from kvq_jax.methods.xquant.roofline import Device
 from kvq_models.inference.memory import parameter_bytes, working_bytes
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, memory_roofline
-from kvq_tools.cli.console import format_bytes, print_json, print_table, progress
+from kvq_tools.cli.console import format_bytes, print_json, progress
+from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
 Exact bytes of a cache by component, average bits per element, the ratio to a bf16 cache, and the largest context whose
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
         "caches": caches,
     }
-    print_json(result) if options.json else _print(result)
+    print_json("memory", result) if options.json else _print(result)
 
 
 def describe(
@@ -89,9 +90,10 @@ def describe(
     size, parameters = kvq.nbytes(layout), parameter_bytes(layout, config, dtype)
     return {
         "cache": str(spec),
-        "bytes": size,
+        "cache_bytes": size,
         "ratio": kvq.dense_nbytes(config, batch, context) / size,
         "bits_per_element": kvq.bits_per_element(spec, config, context, dtype),
+        "quantized_tokens": kvq.quantized_tokens(layout, context),
         "body_bits_per_element": kvq.body_bits_per_element(spec, config),
         "components": [dataclasses.asdict(component) for component in kvq.components(layout)],
         "parameter_bytes": sum(parameters),
@@ -135,18 +137,19 @@ def paper_layout_bytes(cache: Cache) -> int | None:
 
 def _print(result: dict[str, Any]) -> None:
     title = f"{result['model']}: context {result['context']}, batch {result['batch']}; as bf16 {format_bytes(result['bf16_bytes'])}"
-    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows", "of 16 bits"]
+    columns = ["cache", "bytes", "size", "ratio to bf16", "bits/element", "without windows", "of 16 bits", "quantized tokens"]
     if result["budget_bytes"] is not None:
         columns.append(f"largest context in {format_bytes(result['budget_bytes'])}")
     rows = []
     for c in result["caches"]:
         numbers = [
-            c["bytes"],
-            format_bytes(c["bytes"]),
+            c["cache_bytes"],
+            format_bytes(c["cache_bytes"]),
             f"{c['ratio']:.2f}",
             f"{c['bits_per_element']:.3f}",
             f"{c['body_bits_per_element']:.3f}",
             f"{c['body_bits_per_element'] / 16:.4f} ({16 / c['body_bits_per_element']:.2f}x)",
+            inputs.quantized_in_words(c["quantized_tokens"]),
         ]
         rows.append([c["name"], *numbers, *([] if c["largest_context"] is None else [c["largest_context"]])])
     print_table(title, columns, rows, numeric=columns[1:])
@@ -167,12 +170,13 @@ def _print(result: dict[str, Any]) -> None:
         print_table("beside the cache", ("cache", "part", "bytes", "size"), beside, numeric=("bytes", "size"))
     for c in result["caches"]:
         if c["paper_layout_bytes"] is not None:
-            print(f"{c['name']}: {format_bytes(c['bytes'])} as stored here, {format_bytes(c['paper_layout_bytes'])} in the paper's layout")
+            here, theirs = (format_bytes(c[key]) for key in ("cache_bytes", "paper_layout_bytes"))
+            print_line(f"{c['name']}: {here} as stored here, {theirs} in the paper's layout")
         if c["outlier_fraction"]:
-            print(f"{c['name']}: full-precision slots for {c['outlier_fraction']:.3%} of all elements")
+            print_line(f"{c['name']}: full-precision slots for {c['outlier_fraction']:.3%} of all elements")
         if c["paper_bits_per_element"] is not None:
-            print(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
+            print_line(f"{c['name']}: {c['paper_bits_per_element']:.3f} bits/element as the KVQuant paper counts them, without windows")
     if result["device"] is not None:
         memory_roofline.print_roofline(result["caches"], result["device"])
     if result["budget_bytes"] is not None:
-        print(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")
+        print_line(f"The budget is for the cache alone. The model was trained for {result['max_position_embeddings']} positions.")

@@ -10,8 +10,9 @@ import kvq_jax as kvq
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CACHE_OPTIONS
 from kvq_jax.methods.base import Method
-from kvq_tools.cli.console import print_json, print_table
+from kvq_tools.cli.console import print_json
 from kvq_tools.cli.inputs import CACHE_GRAMMAR
+from kvq_tools.cli.tables import print_line, print_table
 
 REFERENCE_DIMS = CacheDims(  # Llama-3.1-8B; all layers, for a method may treat the first ones differently
     num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096
@@ -31,12 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     described = [describe(method) for method in kvq.METHODS.values()]
     if options.json:
-        print_json({"methods": described, "cache_options": list(CACHE_OPTIONS), "head_dim": REFERENCE_DIMS.head_dim})
+        print_json("methods", {"methods": described, "cache_options": list(CACHE_OPTIONS), "head_dim": REFERENCE_DIMS.head_dim})
         return
     for method in described:
         _print_method(method)
-    print(f"Options of the cache, for every method: {', '.join(CACHE_OPTIONS)}.")
-    print("subtract_bias=true is for models whose key projection has a bias, and for methods that cache keys.")
+    print_line(f"Options of the cache, for every method: {', '.join(CACHE_OPTIONS)}.")
+    print_line("subtract_bias=true is for models whose key projection has a bias, and for methods that cache keys.")
 
 
 def describe(method: Method) -> dict[str, Any]:
@@ -66,12 +67,12 @@ def describe(method: Method) -> dict[str, Any]:
 
 def _print_method(method: dict[str, Any]) -> None:
     windows, bits = method["windows"], method["average_bits"]
-    print(f"{method['name']}: {method['summary']}")
-    print(f"  source: {method['source']}")
-    print(f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}")
-    print(f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
+    print_line(f"{method['name']}: {method['summary']}")
+    print_line(f"  source: {method['source']}")
+    print_line(f"  average bits: {', '.join(f'{spec} {value:.2f}' for spec, value in bits.items())}")
+    print_line(f"  full-precision windows by default: sink {windows['sink']}, recent {windows['recent']}, block {windows['block']} tokens")
     for name, options in method["presets"].items():
-        print(f"  preset={name}: {options}")
+        print_line(f"  preset={name}: {options}")
     rows = [(o["name"], _shown(o["default"]), _allowed(o), o["help"]) for o in method["options"]]
     if rows:
         print_table("", ("option", "default", "allowed", "meaning"), rows)

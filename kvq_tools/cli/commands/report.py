@@ -82,9 +82,10 @@ def run(options: argparse.Namespace) -> None:
     report = _made(options) if options.source is None else _read(options)
     out = inputs.output_directory(options.out)
     with input_errors():
+        out.mkdir(parents=True, exist_ok=True)
         written = [write.write_numbers(report, out), *write.write_page(report, out, bar)]
     if options.json:
-        print_json(summary(report, written))
+        print_json("report", summary(report, written))
     else:
         print(f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and {len(written) - 2} PNGs")
 

@@ -16,6 +16,7 @@ from kvq_models.llama import checkpoint
 from kvq_models.llama.model import Llama, forward
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.stress import Outliers, Stress, check, stressed
 
 PROBE_TOKENS = 256  # random tokens on which both models are compared
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
     with progress(f"writing {options.out}"), input_errors():
         checkpoint.save_checkpoint(harder, out, source.write_tokenizer)
     result = report(options, harder) | {"largest_logit_change": change, "largest_logit": largest}
-    print_json(result) if options.json else print(_line(result))
+    print_json("stress", result) if options.json else print_line(_line(result))
 
 
 def compared(before: Llama, after: Llama) -> tuple[float, float]:

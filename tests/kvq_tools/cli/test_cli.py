@@ -40,7 +40,7 @@ def test_the_package_runs_as_a_module_and_tells_its_version():
 def test_commands_do_not_import_each_other():
     folder = pathlib.Path(main.__file__).parent / "commands"
     files = {file: file.read_text(encoding="utf-8") for file in folder.glob("*.py")}
-    assert {file.stem for file in files} == {"__init__", *main.COMMANDS}
+    assert {file.stem for file in files} == {"__init__", *(command.replace("-", "_") for command in main.COMMANDS)}
     found = [
         file.name for file, text in files.items() if re.search(r"kvq_tools\.cli\.commands|from kvq_tools\.cli import .*commands", text)
     ]
@@ -108,7 +108,7 @@ def test_generate_warns_on_stderr_past_the_trained_positions_and_keeps_stdout_js
 
     monkeypatch.setattr(command, "load_llama", stop_before_weights)
     code, out, err = run("generate", model, "--prompt", PROMPT, "--max-new-tokens", 300, "--json")
-    assert (code, out) == (2, "")
+    assert (code, json.loads(out)["error"]) == (2, "weights were read"), "an error is JSON too"
     assert "kvq: warning:" in err
     assert "256 positions" in err
 
@@ -159,9 +159,9 @@ def test_memory_counts_the_bytes_of_the_real_cache(model, run_json, spec):
     found = run_json("memory", model, "--cache", spec, "--context", 96, "--batch", 3)
     cache = kvq.init_cache(spec, read_config(model), 3, 96)
     (row,) = found["caches"]
-    assert row["bytes"] == kvq.nbytes(cache)
-    assert sum(part["bytes"] for part in row["components"]) == row["bytes"], "components add up to the cache"
-    assert row["ratio"] == kvq.dense_nbytes(read_config(model), 3, 96) / row["bytes"]
+    assert row["cache_bytes"] == kvq.nbytes(cache)
+    assert sum(part["bytes"] for part in row["components"]) == row["cache_bytes"], "components add up to the cache"
+    assert row["ratio"] == kvq.dense_nbytes(read_config(model), 3, 96) / row["cache_bytes"]
     assert row["bits_per_element"] == kvq.bits_per_element(spec, read_config(model), 96)
 
 
@@ -180,7 +180,7 @@ def test_memory_reports_innerqs_hybrid_in_the_papers_layout_too(model, run_json)
     config = read_config(model)
     elements = 2 * config.num_key_value_heads * 32 * config.head_dim  # of one side and layer at 64 tokens: the body holds 64
     body = sum(p["bytes"] for p in row["components"] if p["name"] in ("words", "scale", "zero"))
-    assert row["paper_layout_bytes"] == row["bytes"] - body + 2 * elements * (2 + (32 + 16 + 1) / 16) / 8
+    assert row["paper_layout_bytes"] == row["cache_bytes"] - body + 2 * elements * (2 + (32 + 16 + 1) / 16) / 8
     assert run_json("memory", model, "--cache", CACHE)["caches"][0]["paper_layout_bytes"] is None
 
 
@@ -272,20 +272,20 @@ def test_doctor_tells_whether_kernels_can_read_a_cache(run, run_json):
 def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
     tight = "kivi:bits=2,recent=0,block=8"
     found = run_json("demo", "--model", model, "--context", 96, "--new-tokens", 8, "--cache", "dense", "--cache", tight)
-    dense, quantized = found["rows"]
+    dense, quantized = found["caches"]
     assert (dense["name"], quantized["name"]) == ("dense", tight)
     assert dense["tokens_as_dense"] == 8, "the dense row agrees with itself"
     assert quantized["cache_bytes"] == kvq.nbytes(kvq.layout(tight, read_config(model), 1, found["capacity"]))
     assert found["prompt_tokens"] + found["scored_tokens"] + 1 == found["context"] == 96
     assert dense["perplexity"] != quantized["perplexity"], "the second half was not read from the quantized body"
     assert quantized["ratio"] > 1.5 > dense["ratio"]
-    assert all(row["tokens_per_second"] > 0 and len(row["tokens"]) == 8 for row in found["rows"])
+    assert all(row["tokens_per_second"] > 0 and len(row["tokens"]) == 8 for row in found["caches"])
 
 
 # --- the command itself -------------------------------------------------------------------------------------------------------------------
 
 
-WITHOUT_A_CACHE = ("fetch",)
+WITHOUT_A_CACHE = ("fetch", "lm-eval")
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)
@@ -295,7 +295,8 @@ def test_help_of_every_command_has_a_sentence_an_example_and_the_grammar(command
     text = capsys.readouterr().out
     assert stop.value.code == 0
     grammar = () if command in WITHOUT_A_CACHE else ("SPEC, what stands after --cache",)
-    for part in ("example", f"kvq {command}", "--json", *grammar):
+    own = () if command in main.PASSED_ON else ("--json",)
+    for part in ("example", f"kvq {command}", *own, *grammar):
         assert part in text, f"kvq {command} --help lacks {part!r}"
 
 

@@ -210,7 +210,7 @@ def test_demo_gives_every_cache_the_calibration_that_fits_it(model, file, tmp_pa
     caches = [part for spec in ("dense", three, SPEC, f"{SPEC},sink=4") for part in ("--cache", spec)]
     files = ("--calibration", file, "--calibration", tmp_path / "three")
     found = run_json("demo", "--model", model, "--text", model / "text.txt", "--context", 64, "--new-tokens", 8, *caches, *files)
-    dense, *rows = (row["perplexity"] for row in found["rows"])
+    dense, *rows = (row["perplexity"] for row in found["caches"])
     assert len({dense, *rows}) == 4
     assert all(row is not None for row in rows)
 

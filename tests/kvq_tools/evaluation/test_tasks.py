@@ -264,7 +264,7 @@ def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_
     assert forgetful["scores"] == {"accuracy": 0}
     assert [(part["depth"], part["samples"], part["accuracy"]) for part in exact["by"]["depth"]] == [(0.2, 2, 1), (0.6, 2, 1)]
     assert exact["by"]["length"] == [{"length": 256, "samples": 4, "accuracy": 1}]
-    assert exact["bytes"] > forgetful["bytes"]
+    assert exact["cache_bytes"] > forgetful["cache_bytes"]
     assert (found["samples"], found["max_new_tokens"]) == (4, 16)
     assert "What is the pass key? The pass key is " in found["rules"]["prompt"]
     written = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]

@@ -1,0 +1,43 @@
+"""`kvq lm-eval`: lm-evaluation-harness's command line, with `kvq` among its models."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvq_tools.cli.console import UserError
+
+MODEL = "kvq"
+
+DESCRIPTION = """\
+Passes its command line to lm-evaluation-harness (extra eval), where kvq is one of the models: every token of a task is then
+read through a cache. lm-eval finds no models in other packages by itself, so `lm_eval --model kvq` cannot work. Without
+--model, `run` takes kvq. --model_args is a JSON object, because specs contain commas: pretrained, cache, calibration, dtype,
+max_length. `kvq lm-eval run --help` lists lm-eval's options, `kvq lm-eval ls tasks` its tasks; their data come from the
+Hugging Face Hub, or from local files as docs/evaluation.md shows."""
+
+EPILOG = """\
+example:
+  kvq lm-eval run --tasks gsm8k_cot --limit 200 --batch_size 8 --model_args '{"pretrained": "smollm2", "cache": "kivi:bits=2"}'"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the help. The command line itself is not parsed here: `main` passes it on."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="lm-eval's command line")
+
+
+def run(options: argparse.Namespace) -> None:
+    try:
+        from kvq_tools.evaluation import lm_eval_model
+    except ImportError as error:
+        raise UserError(error) from error
+    sys.argv = ["kvq lm-eval", *with_model(options.arguments)]
+    lm_eval_model.cli_evaluate()
+
+
+def with_model(arguments: list[str]) -> list[str]:
+    """Return the command line with --model kvq, where it runs tasks and names no model."""
+    named = any(argument in ("--model", "-M", "--help", "-h") or argument.startswith("--model=") for argument in arguments)
+    runs = arguments[:1] == ["run"] or arguments[0].startswith("-")
+    return [*arguments, "--model", MODEL] if runs and not named else arguments

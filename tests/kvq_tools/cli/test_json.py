@@ -1,0 +1,45 @@
+"""Every --json object names its format and version, is described in docs/json.md, and an error is one too.
+
+The fixture `run_json` compares the keys of every object that it reads with the page.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvq_tools.cli import main
+from tests.kvq_tools.cli.json_page import sections, undescribed_keys
+
+
+@pytest.mark.parametrize("arguments", [("methods",), ("fetch",), ("memory", "embedded", "--cache", "kivi"), ("doctor", "embedded")])
+def test_an_object_names_its_format(arguments, run_json):
+    found = run_json(*arguments)
+    assert found["format"] == ("kvq.models" if arguments == ("fetch",) else f"kvq.{arguments[0]}")
+    assert found["version"] == 1
+    assert undescribed_keys(found | {"new_key": 1}) == ["new_key"]
+
+
+def test_the_page_has_a_section_for_every_command():
+    own = {"passkey": "task", "niah": "task", "ruler": "task"}
+    assert {f"kvq.{own.get(command, command)}" for command in main.COMMANDS if command not in main.PASSED_ON} <= set(sections())
+
+
+def test_an_error_is_an_object_with_its_line_and_status(run):
+    code, out, err = run("memory", "nowhere", "--cache", "dense", "--json")
+    found = json.loads(out)
+    assert (code, found["format"], found["version"], found["status"]) == (2, "kvq.error", 1, 2)
+    assert err == f"kvq: error: {found['error']}\n"
+    assert run("memory", "nowhere", "--cache", "dense")[1] == "", "without --json stdout stays empty"
+    assert not undescribed_keys(found)
+
+
+def test_an_interruption_is_an_object_too(run, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt("the same command goes on")
+
+    monkeypatch.setattr("kvq_tools.cli.commands.methods.run", interrupted)
+    code, out, err = run("methods", "--json")
+    assert (code, json.loads(out)["error"]) == (130, "interrupted: the same command goes on")
+    assert err == "kvq: interrupted: the same command goes on\n"
