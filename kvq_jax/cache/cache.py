@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvq_jax import display
 from kvq_jax.array_types import ArraySpec, Axis, LengthsB, ModelDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -62,6 +63,21 @@ class Cache:
     def axes(self) -> Cache:
         """Return the same tree, with an `ArraySpec` in place of each array."""
         return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype)
+
+    def __repr__(self) -> str:
+        return display.line("Cache", {"": self.spec} | self._facts())
+
+    def _repr_html_(self) -> str:
+        return display.table("Cache", {"spec": self.spec} | self._facts())
+
+    def _facts(self) -> dict[str, object]:
+        rows = getattr(self.lengths, "shape", "?")
+        return {
+            "rows": rows[0] if isinstance(rows, tuple) and rows else rows,
+            "lengths": display.values(self.lengths),
+            "of": f"{self.capacity} tokens",
+            "in": display.size((self.layers, self.lengths)),
+        }
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import math
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from kvq_jax import display
 from kvq_jax.cache.spec import CacheSpec
 
 BUCKETS = 8
@@ -106,6 +107,21 @@ class Evaluation:
     @property
     def agreement(self) -> float:
         return _mean(self.agrees)
+
+    def __repr__(self) -> str:
+        return display.line("Evaluation", {"": self.spec} | self._facts())
+
+    def _repr_html_(self) -> str:
+        return display.table("Evaluation", {"spec": self.spec} | self._facts())
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "mode": self.mode,
+            "tokens": self.tokens,
+            "perplexity": f"{self.perplexity:.3f}",
+            "KL": f"{self.mean_kl:.5f}",
+            "top-1 agreement": f"{self.agreement:.2%}",
+        }
 
     @property
     def flips(self) -> Int[np.ndarray, "flips"]:

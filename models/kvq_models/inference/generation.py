@@ -13,6 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from kvq_jax import display
 from kvq_jax.array_types import Integers
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
@@ -41,6 +42,15 @@ class Generated:
     lengths: Int[Array, "B"]
     cache: Cache
     logprobs: Float[Array, "B new"]
+
+    def __repr__(self) -> str:
+        return display.line("Generated", self._facts())
+
+    def _repr_html_(self) -> str:
+        return display.table("Generated", self._facts())
+
+    def _facts(self) -> dict[str, object]:
+        return {"tokens": display.values(self.lengths), "of at most": self.tokens.shape[-1], "cache": self.cache}
 
 
 @pytree

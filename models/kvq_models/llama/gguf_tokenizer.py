@@ -7,6 +7,7 @@ whose merges follow from its pieces' scores: the pair that makes the likeliest p
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ def tokenizer_of(fields: Fields) -> Any:
     kind = fields.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return None
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it announces on import that it found no PyTorch
     from transformers import PreTrainedTokenizerFast  # imported late: it takes seconds
 
     if kind not in ("gpt2", "llama"):

@@ -197,6 +197,7 @@ def load_tokenizer(directory: Path) -> Any:
             f"the tokenizer in {str(directory)!r} is a {SENTENCEPIECE_FILE} without a tokenizer.json, and sentencepiece reads it: "
             "pip install 'kvq-jax[sentencepiece]'"
         )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it announces on import that it found no PyTorch
     from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:
