@@ -14,6 +14,7 @@ from kvq_tools.report.schema import Report
 EXACT = "model without a cache"
 LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
 FLIP_COLUMNS = 160
+BF16_BITS = 16
 BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 
@@ -30,6 +31,20 @@ def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
 def front_by(report: Report, loss: str) -> tuple[bool, ...]:
     """Mark the caches on the front of stored bits per element against `kl` or `perplexity`."""
     return front([(c.bits_per_element, getattr(c, loss)) for c in report.caches])
+
+
+def verdict(report: Report) -> str:
+    """Say in a sentence which caches to take: those on the front of KL against size, the largest first, without those that are full
+    precision in all but name."""
+    marked = zip(report.caches, front_by(report, "kl"), strict=True)
+    best = [c for c, on_front in marked if on_front and (c.kl or 0) > LEAST_KL and c.bits_per_element < BF16_BITS]
+    if not best:
+        return "None of these caches is smaller than bfloat16 and changes what the model predicts; nothing is to be chosen."
+    best.sort(key=lambda c: -c.bits_per_element)
+    each = [f"at {c.bits_per_element:.1f} bits take {c.name} (KL {c.kl:.2g}, {c.agreement:.0%} of likeliest tokens kept)" for c in best]
+    left = len([c for c in report.caches if (c.kl or 0) > LEAST_KL]) - len(best)
+    others = f"; the other {left} {'is' if left == 1 else 'are'} larger or further from full precision" if left > 0 else ""
+    return f"{each[0][0].upper()}{each[0][1:]}{''.join(f', {text}' for text in each[1:])}{others}."
 
 
 def pareto_kl(report: Report) -> Picture:

@@ -14,12 +14,13 @@ from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
 from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.results import BUCKETS
 from kvq_tools.evaluation.run import BATCH, Settings
 from kvq_tools.evaluation.through import CHUNK, STEP
 from kvq_tools.report import maps, schema, times, write
 from kvq_tools.report.collect import Plan, collect
-from kvq_tools.report.quality import front_by
+from kvq_tools.report.quality import front_by, verdict
 
 CONTEXTS = (256, 1024, 4096, 16384)  # of the default, as far as the model's positions reach
 NO_CONTEXTS = "none"
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("report", summary(report, written))
     else:
+        print_line(verdict(report))
         print(f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and {len(written) - 2} PNGs")
 
 
@@ -165,6 +167,7 @@ def summary(report: schema.Report, written: list[Path]) -> dict[str, Any]:
         "command": report.command,
         "files": [str(file) for file in written],
         "exact_perplexity": report.exact.perplexity,
+        "verdict": verdict(report),
         "caches": [
             {
                 "name": c.name,
