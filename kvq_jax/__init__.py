@@ -23,6 +23,7 @@ from kvq_jax.cache.accounting import (
     quantized_tokens,
 )
 from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
+from kvq_jax.cache.overflow import Overflow, overflowed
 from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, select_rows, trim
@@ -45,6 +46,7 @@ __all__ = [
     "LayerWeights",
     "ModelDims",
     "OutlierTotals",
+    "Overflow",
     "Rope",
     "Step",
     "__version__",
@@ -67,6 +69,7 @@ __all__ = [
     "nbytes",
     "outlier_fraction",
     "outlier_totals",
+    "overflowed",
     "parse",
     "prepare_layer",
     "quantized_tokens",

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 MOST_ROWS = 8  # lengths that are listed; more are told by their smallest and largest
 
@@ -25,7 +26,7 @@ def table(name: str, facts: Mapping[str, object]) -> str:
 
 def values(array: Any) -> str:
     """Return the entries of a vector; for one that has none now (traced, donated, a shape alone), what it is instead."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return "traced"
     if isinstance(array, jax.Array) and array.is_deleted():
         return "donated"

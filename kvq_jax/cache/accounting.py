@@ -31,7 +31,7 @@ def dense_nbytes(config: ModelDims, batch: int, capacity: int, dtype: DTypeLike 
 def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dtype: DTypeLike = "bfloat16") -> float:
     """Return the stored bits of a whole cache divided by the 2 * L * K * S * H elements that it stands for.
 
-    Windows, scales, padding and statistics are included.
+    Windows, scales, padding and statistics are included; their full-precision rows have `dtype`, whatever the model's is.
     """
     elements = dense_nbytes(config, 1, capacity, "uint8")
     return 8 * nbytes(layout(spec, config, 1, capacity, dtype)) / elements

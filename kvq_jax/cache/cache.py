@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from kvq_jax import display
@@ -22,6 +23,8 @@ from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
 from kvq_jax.pytree import describe, pytree
+
+DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +95,20 @@ def dims_of(config: ModelDims) -> CacheDims:
     return CacheDims(*(int(getattr(config, f.name)) for f in dataclasses.fields(CacheDims)))
 
 
-def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
-    """Return an empty cache for `batch` sequences of up to `capacity` tokens; full-precision rows have `dtype` (use the model's).
+def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None = None) -> Cache:
+    """Return an empty cache for `batch` sequences of up to `capacity` tokens.
 
-    Raises ValueError where the options do not fit the model: a group size that does not divide the head dim, skip_layers beyond the last
-    layer.
+    dtype: of full-precision rows, float32, bfloat16 or float16. Default: that of the model, if its config has one, as that of a model from
+    `load_llama` has; else bfloat16.
+    Raises ValueError for another dtype, and where the options do not fit the model: a group size that does not divide the head dim,
+    skip_layers beyond the last layer.
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype)
     layers = tuple(plan.init(batch, name) for plan in plans(spec, dims, capacity, name))
     return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, name)
 
 
-def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
+def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None = None) -> Cache:
     """Describe every array of `init_cache(...)`: return the same tree, with an `ArraySpec` of named axes (array_types.py) for each array.
 
     axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
@@ -114,9 +119,19 @@ def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dt
     return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name)
 
 
-def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike = "bfloat16") -> Cache:
+def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None = None) -> Cache:
     """Return the ShapeDtypeStructs of `init_cache(...)`. Allocates nothing."""
     return jax.tree.map(lambda described: described.struct, axes(spec, config, batch, capacity, dtype))
+
+
+def check_held(cache: Cache) -> None:
+    """Raise ValueError where a call has consumed the cache: donated buffers are gone."""
+    arrays = (leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    if any(array.is_deleted() for array in arrays):
+        raise ValueError(
+            "this cache was consumed by a call that took it over (prefill, score, generate, or a jit that donates it): go on with "
+            "the cache in that call's result"
+        )
 
 
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
@@ -128,11 +143,26 @@ def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
     return any(math.prod(leaf.shape) for codec, heads in codecs for leaf in jax.tree.leaves(codec.statistics_spec(1, heads)))
 
 
-def _checked(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike) -> tuple[CacheSpec, CacheDims, str]:
+def _checked(
+    spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None
+) -> tuple[CacheSpec, CacheDims, str]:
     spec, dims = parse(spec), dims_of(config)
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs at least one row and one token: {batch=}, {capacity=}")
-    return spec, dims, jnp.dtype(dtype).name
+    return spec, dims, _row_dtype(config, dtype)
+
+
+def _row_dtype(config: ModelDims, dtype: DTypeLike | None) -> str:
+    """Return the name of a cache's dtype. Hugging Face's configs name theirs as PyTorch does: torch.float32."""
+    given = getattr(config, "dtype", None) if dtype is None else dtype
+    text = str(given).removeprefix("torch.") if given is not None else DTYPES[0]
+    try:
+        name = text if text in DTYPES else jnp.dtype(given).name
+    except TypeError:
+        name = text
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not supported in a cache; supported: {', '.join(DTYPES)}")
+    return name
 
 
 def _check_layers(spec: CacheSpec, dims: CacheDims) -> None:

@@ -18,8 +18,9 @@ from jaxtyping import Array
 
 from kvq_jax.array_types import ArraySpec, Integers, LengthsB, Tree
 from kvq_jax.arrays.stored import load_row_blocks
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.cache.update import take_tokens
+from kvq_jax.integers import int32
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 
@@ -31,11 +32,15 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
     value that attention saw, and are quantized once more if they age again. Only blocks that can come back are dequantized. A row that is
     trimmed to 0 tokens is like a new one.
 
-    parameters: the method's parameters for each layer; `()` for methods without any. Raises ValueError where `lengths` is not [B].
+    parameters: the method's parameters for each layer; `()` for methods without any. Raises ValueError where `lengths` is not [B], or holds
+    no integers of at least 0; traced lengths cannot be checked and are clamped.
     """
-    kept = jnp.asarray(lengths, jnp.int32)
+    check_held(cache)
+    kept = jnp.asarray(int32("lengths", lengths))
     if kept.shape != (cache.batch,):
         raise ValueError(f"lengths must be [{cache.batch}], got shape {kept.shape}")
+    if not isinstance(kept, Tracer) and np.asarray(kept).min() < 0:
+        raise ValueError(f"lengths must be at least 0, got {np.asarray(kept).tolist()}")
     kept = jnp.clip(kept, 0, cache.lengths)
     own = parameters or ((),) * len(cache.layers)
     layers, below = [], None
@@ -50,9 +55,10 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
 
     Raises ValueError where `index` is not a vector of row numbers 0 .. B-1; traced numbers cannot be checked and are clamped.
     """
-    index = jnp.asarray(index)
-    if index.ndim != 1 or not index.size or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise ValueError(f"index must be a vector of row numbers, got {index.dtype.name} of shape {index.shape}")
+    check_held(cache)
+    index = jnp.asarray(int32("index", index))
+    if index.ndim != 1 or not index.size:
+        raise ValueError(f"index must be a vector of row numbers, got shape {index.shape}")
     if not isinstance(index, Tracer):
         outside = [i for i in np.asarray(index).tolist() if not 0 <= i < cache.batch]
         if outside:
@@ -63,10 +69,10 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
 def repeat_rows(cache: Cache, repeats: int) -> Cache:
     """Return a cache with every row repeated, copies side by side: row b becomes rows b * repeats .. (b + 1) * repeats - 1. Exact.
 
-    Raises ValueError for repeats < 1.
+    Raises ValueError where `repeats` is no integer of at least 1.
     """
-    if repeats < 1:
-        raise ValueError(f"{repeats=} must be at least 1")
+    if int32("repeats", repeats).ndim or repeats < 1:
+        raise ValueError(f"{repeats=} must be an integer of at least 1")
     return select_rows(cache, np.repeat(np.arange(cache.batch), repeats))
 
 
@@ -75,6 +81,8 @@ def merge_rows(first: Cache, second: Cache) -> Cache:
 
     Raises ValueError, naming the field, where the caches differ in spec, dims, capacity or dtype.
     """
+    check_held(first)
+    check_held(second)
     for field in ("spec", "dims", "capacity", "dtype"):
         one, other = getattr(first, field), getattr(second, field)
         if one != other:

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from kvq_jax.array_types import ModelDims, Tree
-from kvq_jax.cache.cache import Cache, CacheDims, dims_of, layout
+from kvq_jax.cache.cache import Cache, CacheDims, check_held, dims_of, layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import Checksum, save_tensors
 
@@ -61,6 +61,7 @@ def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint:
 
     The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters that it was quantized with.
     """
+    check_held(cache)
     header = {
         "format": FORMAT,
         "format_version": VERSION,

@@ -21,9 +21,10 @@ from jaxtyping import Array, Float
 from kvq_jax.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree, ValidBT
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache.cache import Cache
+from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.cache.parameters import missing_parameters
 from kvq_jax.cache.update import decode_layer, prefill_layer
+from kvq_jax.integers import int32
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.pytree import pytree
 from kvq_jax.rope import Rope
@@ -69,8 +70,10 @@ def begin(
 
     A token past the capacity is neither stored nor counted. Its attention is NaN in every layer, and so is all that follows from it.
 
-    Raises ValueError, in one line, where the lengths do not fit the batch or the cache's method needs parameters that are not given.
+    Raises ValueError, in one line, where the cache was consumed, the lengths do not fit the batch, or the cache's method needs parameters
+    that are not given.
     """
+    check_held(cache)
     if tokens < 1:
         raise ValueError(f"{tokens=} must be at least 1")
     given = tuple(parameters) or ((),) * len(cache.layers)
@@ -85,9 +88,10 @@ def begin(
     positions = cache.lengths[:, None] + new
     valid = positions < cache.capacity
     if lengths is not None:
-        if jnp.shape(lengths) != (cache.batch,):
-            raise ValueError(f"lengths must be [{cache.batch}], got shape {jnp.shape(lengths)}")
-        valid &= new < jnp.asarray(lengths)[:, None]
+        real = jnp.asarray(int32("lengths", lengths))
+        if real.shape != (cache.batch,):
+            raise ValueError(f"lengths must be [{cache.batch}], got shape {real.shape}")
+        valid &= new < real[:, None]
     return Step(positions, valid, cache, given, (), prefill, implementation)
 
 

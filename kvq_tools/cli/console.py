@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,27 @@ JSON_VERSION = 1  # of every format: counts up where a key changes its name or m
 
 T = TypeVar("T")
 
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def printable(text: str) -> str:
+    """Return a text as a terminal may show it: each control character (all but newline and tab), lone surrogate and mark that turns the
+    direction of writing becomes its escape, such as \\x1b. Whatever a model or a checkpoint wrote is printed through this: it could set the
+    terminal's title, move its cursor, or hide text.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
     """An error that the user can put right. Its text is one line; `main` prints it and exits with 2."""
 
     def __init__(self, message: object):
-        super().__init__(" ".join(str(message).split()))
+        super().__init__(printable(" ".join(str(message).split())))
+
+
+class NotFiniteError(Exception):
+    """Results that were printed mean nothing, because the model computed nan or inf. `main` prints the line and exits with 3."""
 
 
 @contextmanager
@@ -35,14 +49,21 @@ def input_errors() -> Iterator[None]:
         raise UserError(error) from error
 
 
+def check_finite(names: Sequence[str]) -> None:
+    """Raise NotFiniteError where there are names: of the caches with which the model computed nan or inf."""
+    if names:
+        raise NotFiniteError(f"the model computed numbers that are not finite (nan or inf) with {', '.join(dict.fromkeys(names))}")
+
+
 def warn(message: str) -> None:
-    print(f"kvq: warning: {message}", file=sys.stderr)
+    print(f"kvq: warning: {printable(message)}", file=sys.stderr)
 
 
 def print_json(kind: str, result: dict[str, Any]) -> None:
     """Print a result as one JSON object that names its format; docs/json.md describes each."""
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
-    print(json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False)
+    print(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # json escapes those below 32 itself
 
 
 def format_bytes(size: int) -> str:

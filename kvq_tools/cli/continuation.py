@@ -1,14 +1,14 @@
 """Turn generated tokens into text as they come.
 
 A token may hold a part of a character, and some tokenizers drop a space at the start of a text. So all tokens so far are
-decoded, prompt included, and only what later tokens cannot change is shown. Control characters are left out of what is shown: a model
-could write the sequences that move a terminal's cursor, set its title or hide text.
+decoded, prompt included, and only what later tokens cannot change is shown.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from typing import Any
+
+from kvq_tools.cli.console import printable
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character
 
@@ -41,8 +41,3 @@ class Continuation:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters (Unicode's Cc: escape, carriage return, C1 and others), newlines and tabs excepted."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")

@@ -59,7 +59,8 @@ class AnswerSettings:
 
 
 class Conversation:
-    """A conversation. `cache` holds the tokens `ids`; `finish` says why the last answer ended."""
+    """A conversation. `cache` holds the tokens `ids`; `finish` says why the last answer ended, `finite` whether the logits of all of them
+    were finite."""
 
     def __init__(
         self, llama: Llama, tokenizer: Any, new_cache: Callable[[], Cache], settings: AnswerSettings, system: str | None = None
@@ -69,6 +70,7 @@ class Conversation:
         self._compiled: set[tuple[int, int]] = set()
         self._answers = 0
         self.finish: Finish = "ended"
+        self.finite = True
         self.cache = new_cache()
         self._forget()
 
@@ -152,6 +154,7 @@ class Conversation:
         answer = np.asarray(state.tokens)[0, : int(state.lengths[0])].tolist()
         said = self._decode(answer[:-1] if self._ended(answer) else answer, skip_special_tokens=True)
         self.cache, self.ids = state.cache, before + answer
+        self.finite &= bool(state.finite[0])
         self._text = turn.text + self._decode(answer, skip_special_tokens=False)
         self.messages = (*turn.messages, {"role": "assistant", "content": said})
         return answer

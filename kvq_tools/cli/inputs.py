@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -25,6 +28,7 @@ from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
 
 DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1
+TEMPLATE_SECONDS = 10  # for a chat template, which takes milliseconds
 
 MODEL_HELP = (
     "a local Hugging Face directory, a GGUF file, a Hub id (organisation/name), 'embedded' for the model that ships with kvq, "
@@ -305,10 +309,33 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         from jinja2 import TemplateError  # imported late: only chat templates need it
     except ImportError as error:
         raise UserError("chat templates need jinja2; pip install jinja2") from error
+    failures = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UserError(f"the tokenizer's chat template fails: {error}") from error
+        with _time_limit(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TimeoutError as error:
+        raise UserError(f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s") from error
+    except failures as error:  # a template is a program, and may do anything
+        raise UserError(f"the tokenizer's chat template fails: {str(error) or type(error).__name__}") from error
+
+
+@contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after this time, where the system has such an alarm and this is the thread that it reaches."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvq_tools.cli import interruption
-from kvq_tools.cli.console import UserError, print_json
+from kvq_tools.cli.console import NotFiniteError, UserError, print_json, printable
 
-BAD_INPUT = 2
+BAD_INPUT, NOT_FINITE = 2, 3
 
 COMMANDS = {
     "demo": "generate and measure with several caches on the embedded model, and print a table",
@@ -125,7 +125,8 @@ def _told(arguments: Sequence[str], error: str, status: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    """Run `kvq` with these arguments (default: the process's). Return the exit code: 0, 2 for bad input, 3 where numbers are not
+    finite, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers announces on import that it found no torch
     try:
@@ -134,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _warnings_in_one_line():
             options.run(options)
         sys.stdout.flush()
+    except NotFiniteError as error:
+        print(f"kvq: error: {printable(str(error))}", file=sys.stderr)
+        return NOT_FINITE
     except UserError as error:
         print(f"kvq: error: {error}", file=sys.stderr)
         return _told(arguments, str(error), BAD_INPUT)

@@ -17,7 +17,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
@@ -138,12 +138,13 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
     longest = max(len(sample.prompt) + sample.max_new_tokens for sample in samples)
     for text, spec in caches:
         inputs.warn_if_exact(text, kvq.layout(spec, config, 1, longest), longest - 1, f"in samples of at most {longest} tokens")
-    measured = []
+    measured, broken = [], []
     for (text, spec), model in zip(caches, models, strict=True):
         started, answers = time.perf_counter(), []
         message = f"{task_run.name} with {text}"
         for answer in run(model, spec, task_run.task, samples, prompts, batch=options.batch, progress=bar, message=message):
             answers.append(answer)
+            broken += [] if answer.finite else [text]
             _write(options.answers, {"cache": text} | described(samples[answer.index], answer))
         answers.sort(key=lambda answer: answer.index)
         seconds = time.perf_counter() - started
@@ -160,6 +161,7 @@ def run_task(options: argparse.Namespace, task_run: TaskRun) -> None:
         "caches": measured,
     }
     print_json("task", result) if options.json else _print(result)
+    check_finite(broken)
 
 
 def _prompts(options: argparse.Namespace) -> Prompts:

@@ -95,5 +95,5 @@ def compile_generation(
     state = jax.eval_shape(start, llama, cache, tokens, lengths)
     generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
     # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
-    counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step)
+    counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
     jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), counters)

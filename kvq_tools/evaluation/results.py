@@ -80,6 +80,11 @@ class Evaluation:
         return self.index.size
 
     @property
+    def finite(self) -> bool:
+        """Return False where the cache or the full-precision model computed nan or inf for some token."""
+        return bool(np.isfinite(self.nats).all() and np.isfinite(self.kl).all() and np.isfinite(self.exact_nats).all())
+
+    @property
     def mean_nats(self) -> float:
         return _mean(self.nats)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, few, figure, label, legend_below, line_of, size_unit
+from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, few, figure, label, legend_below, line_of, literal, size_unit
 from kvq_tools.report.schema import ArrayBytes, Report
 
 SIDES = {"k": ("keys", "s0"), "v": ("values", "s1"), "kv": ("keys and values", "s2")}
@@ -96,7 +96,7 @@ def speed(report: Report) -> Picture | None:
         axes = drawn.subplots()
         for cache in measured.caches:
             number = numbers.get(cache.name)
-            text = label(number, cache.name) if number else f"{cache.name} (reference)"
+            text = label(number, cache.name) if number else f"{literal(cache.name)} (reference)"
             axes.plot(measured.contexts, cache.fastest_ms, label=text, **line_of(theme, number or 1, cache))
         axes.set_xscale("log", base=2)
         axes.set_xticks(measured.contexts, [str(n) for n in measured.contexts])

@@ -99,8 +99,14 @@ def figure(width: float, height: float) -> Figure:
 
 
 def label(number: int, name: str) -> str:
-    """Return the name of a cache in a picture; the number tells it apart where the name is cut."""
-    return f"{number} {name}" if len(name) <= NAME_LENGTH else f"{number} {name[: NAME_LENGTH - 1]}…"
+    """Return the name of a cache in a picture; the number tells it apart where the name is cut. A $ begins no formula."""
+    short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
+    return f"{number} {literal(short)}"
+
+
+def literal(text: str) -> str:
+    """Return a text that matplotlib draws as it is."""
+    return text.replace("$", r"\$")
 
 
 def line_of(theme: Theme, number: int, cache: CacheNumbers | StepTimes) -> dict[str, Any]:

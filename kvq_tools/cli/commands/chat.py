@@ -18,7 +18,7 @@ from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress, warn
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
 from kvq_tools.cli.tables import print_line
@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"kvq: {error}", file=sys.stderr)
     if options.json:
         print_json("chat", {"model": options.model, "cache": str(options.cache), "capacity": capacity, "turns": turns})
+    check_finite([] if conversation.finite else [str(options.cache)])
 
 
 def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:

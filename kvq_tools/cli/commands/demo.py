@@ -25,7 +25,7 @@ from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.named_models.names import EMBEDDED
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, check_finite, format_bytes, input_errors, print_json, printable, progress
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_table
 from kvq_tools.cli.timed import TimedGeneration
@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> None:
         "caches": _with_agreement(measured),
     }
     print_json("demo", result) if options.json else _print(result)
+    check_finite([row["name"] for row in measured if row["perplexity"] is None])
 
 
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
@@ -231,4 +232,4 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _paragraph(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), width=100, initial_indent="    ", subsequent_indent="    ")
+    return textwrap.fill(printable(" ".join(text.split())), width=100, initial_indent="    ", subsequent_indent="    ")

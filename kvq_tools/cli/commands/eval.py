@@ -13,7 +13,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
-from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import bar, check_finite, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
 from kvq_tools.evaluation.run import Settings, evaluate_caches
@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
     evaluations = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
     result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
     print_json("eval", result) if options.json else _print(result)
+    check_finite([name for (name, _), evaluation in zip(options.cache, evaluations, strict=True) if not evaluation.finite])
 
 
 def report(

@@ -18,7 +18,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
-    ids, cache = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
+    ids, cache, finite = _generated(generation, continuation, STREAM_STEPS if streams else options.max_new_tokens, streams)
     done = _report(generation, cache, request, ids, options.implementation) | {
         "model": options.model,
         "dtype": inputs.model_dtype(options),
@@ -100,9 +100,10 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         text = None if request.tokenizer is None else continuation.text(ids)
         print_json("generate", done | {"text": text, "prompt_ids": request.prompt, "tokens": ids})
-        return
-    print(continuation.push(ids, last=True))
-    print_line(footer(done))
+    else:
+        print(continuation.push(ids, last=True))
+        print_line(footer(done))
+    check_finite([] if finite else [str(cache.spec)])
 
 
 def _checked(options: argparse.Namespace) -> GenerationRequest:
@@ -136,16 +137,17 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
     return options.capacity or inputs.round_up(need, CAPACITY_STEP)
 
 
-def _generated(generation: TimedGeneration, continuation: Continuation, steps: int, show: bool) -> tuple[list[int], Cache]:
-    """Return (new token ids, the cache after them); with `show`, print text as it comes."""
+def _generated(generation: TimedGeneration, continuation: Continuation, steps: int, show: bool) -> tuple[list[int], Cache, bool]:
+    """Return (new token ids, the cache after them, whether all logits were finite); with `show`, print text as it comes."""
     ids: list[int] = []
-    cache = None
+    cache, finite = None, True
     for so_far in generation.segments(steps):
         ids, cache = np.asarray(so_far.tokens)[0, : int(so_far.lengths[0])].tolist(), so_far.cache
+        finite = bool(so_far.finite[0])
         if show:
             print(continuation.push(ids), end="", flush=True)
     assert cache is not None, "max_new_tokens is at least 1"
-    return ids, cache
+    return ids, cache, finite
 
 
 def _report(

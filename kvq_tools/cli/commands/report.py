@@ -13,7 +13,7 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, text_evaluation
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line
 from kvq_tools.evaluation.results import BUCKETS
 from kvq_tools.evaluation.run import BATCH, Settings
@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         print_line(verdict(report))
         print(f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and {len(written) - 2} PNGs")
+    check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
 
 
 def _read(options: argparse.Namespace) -> schema.Report:

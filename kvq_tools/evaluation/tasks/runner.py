@@ -23,12 +23,13 @@ SHORTEST = 64  # tokens of a cache, at least
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The text that was generated for the sample of this index, and its scores."""
+    """The text that was generated for the sample of this index, and its scores. finite: as in `Generated`."""
 
     index: int
     text: str
     tokens: int
     scores: Scores
+    finite: bool = True
 
 
 def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
@@ -76,8 +77,8 @@ def run(
     rows = list(batches(samples, llama.config, batch))
     for indices in rows if progress is None else progress(rows, message):
         answers = _generated(llama, spec, task, [samples[i] for i in indices], prompts)
-        for index, (text, tokens) in dict(zip(indices, answers, strict=True)).items():
-            yield Answer(index, text, tokens, task.score(samples[index], text))
+        for index, (text, tokens, finite) in dict(zip(indices, answers, strict=True)).items():
+            yield Answer(index, text, tokens, task.score(samples[index], text), finite)
 
 
 def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
@@ -94,15 +95,15 @@ def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Itera
             yield chunk + chunk[-1:] * (min(batch, len(indices)) - len(chunk))
 
 
-def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts) -> list[tuple[str, int]]:
-    """Return (text, number of tokens) for each sample."""
+def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample], prompts: Prompts) -> list[tuple[str, int, bool]]:
+    """Return (text, number of tokens, whether all logits were finite) for each sample."""
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
     ends, answers = llama.config.eos_token_ids, []
     for so_far in generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends):
         rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
-        answers = [(prompts.decode(row), len(row)) for row in rows]
-        if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, _) in zip(rows, samples, answers, strict=True)):
+        answers = [(prompts.decode(row), len(row), bool(finite)) for row, finite in zip(rows, np.asarray(so_far.finite), strict=True)]
+        if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, *_) in zip(rows, samples, answers, strict=True)):
             break
     return answers

@@ -3,8 +3,8 @@
 All three are cache in, cache out. `prefill` and `score` compile themselves and take over the cache they are given (its buffers are reused:
 go on with the cache they return); `decode_step` is a pure function for the caller's own `jax.jit(..., donate_argnames="cache")`.
 
-The cache may have another dtype than the model: full-precision rows (all rows of `dense`) are rounded to the cache's dtype. `init_cache`
-and `load_llama` both choose bfloat16 unless told otherwise. Give both the same dtype to reproduce what the model computes without a cache.
+A cache has its model's dtype unless `init_cache` is told otherwise. In another one, full-precision rows (all rows of `dense`) are rounded
+to the cache's dtype, and logits are not those that the model computes without a cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvq_jax.array_types import Integers, LengthsB
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache.cache import Cache, dims_of
+from kvq_jax.cache.cache import Cache, check_held, dims_of
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.integers import int32
 from kvq_models.inference.method_parameters import parameters_for
@@ -207,7 +207,7 @@ def finish_by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array
 
 def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None, *, new_tokens: int = 0) -> tuple[Array, Array]:
     """Return tokens [B, W] and lengths [B] as int32 arrays, padded to the width of a program. Raise ValueError, in one line, where they are
-    no integers, do not fit the cache, the vocabulary or the capacity, or the model carries parameters for another cache.
+    no integers, do not fit the cache, the vocabulary or the capacity, the cache was consumed, or the model's parameters are for another.
 
     `new_tokens` are those that will be generated after them. Traced values cannot be inspected: inside a caller's jit only shapes and
     dtypes are checked, and nothing is padded.
@@ -216,6 +216,7 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
     check_dims(llama, cache)
+    check_held(cache)
     parameters_for(llama, cache.spec)
     lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32) if lengths is None else int32("lengths", lengths)
     if lengths.shape != (cache.batch,):

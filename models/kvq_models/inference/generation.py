@@ -36,12 +36,15 @@ class Generated:
     lengths   [B] int32
     cache     holds the prompt and every token that counts, ready for the next turn
     logprobs  [B, max_new_tokens] fp32, under the model's unfiltered softmax
+    finite    [B] bool; False where logits that a token was drawn from held nan or inf: the row means nothing from there on. Where a cache's
+              dtype is too small for its rows, `kvq_jax.overflowed(cache)` names them
     """
 
     tokens: Int[Array, "B new"]
     lengths: Int[Array, "B"]
     cache: Cache
     logprobs: Float[Array, "B new"]
+    finite: Bool[Array, "B"]
 
     def __repr__(self) -> str:
         return display.line("Generated", self._facts())
@@ -65,6 +68,7 @@ class GenerationState:
     lengths: Int[Array, "B"]
     ended: Bool[Array, "B"]
     step: Int[Array, ""]
+    finite: Bool[Array, "B"]
 
 
 def generate(
@@ -117,7 +121,9 @@ def generate_stream(
 
 def generated(state: GenerationState, max_new_tokens: int) -> Generated:
     """Return what the state holds, without the columns that only round its width up."""
-    return Generated(cropped(state.tokens, max_new_tokens), state.lengths, state.cache, cropped(state.logprobs, max_new_tokens))
+    return Generated(
+        cropped(state.tokens, max_new_tokens), state.lengths, state.cache, cropped(state.logprobs, max_new_tokens), state.finite
+    )
 
 
 def _key(key: Array | None) -> Array:
@@ -151,6 +157,7 @@ def start(
         jnp.zeros((batch,), jnp.int32),
         jnp.zeros((batch,), bool),
         jnp.int32(0),
+        jnp.ones((batch,), bool),
     )
 
 
@@ -182,6 +189,7 @@ def advance(
             now.lengths + active.astype(jnp.int32),
             now.ended | jnp.isin(token, jnp.array(eos_ids, jnp.int32)),
             now.step + 1,
+            now.finite & (~active | jnp.all(jnp.isfinite(now.logits), axis=-1)),
         )
 
     return lax.while_loop(go_on, one, state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 import kvq_jax as kvq
@@ -17,7 +19,8 @@ CACHE_DTYPE = "bfloat16"  # dtype of full-precision rows where bytes are counted
 
 def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
     """Return the bytes of each layer's parameters: those made from its weights (not weights used as they are) and those calibrated."""
-    weights = layer_weights(hf_names.describe(abstract_llama(config, dtype)).layers[0])
+    one = dataclasses.replace(config, num_hidden_layers=1)  # all layers have the same shapes
+    weights = layer_weights(hf_names.describe(abstract_llama(one, dtype)).layers[0])
     given = {id(leaf) for leaf in jax.tree.leaves(weights)}
 
     def of(plan: LayerPlan) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -60,8 +61,8 @@ def load_llama(path_or_hub_id: str | os.PathLike[str], *, dtype: DTypeLike = "bf
     kvq, "smollm2" once `kvq fetch smollm2` has brought it. Weights are cast to `dtype` (float32, bfloat16 or float16) one tensor at a time;
     those of a GGUF file are dequantized first. A tied checkpoint that also stores a head keeps that head where it differs from the
     embedding, as in transformers.
-    Raises CheckpointError for files and tensors, FileNotFoundError for a name whose model is not here, ValueError or NotImplementedError
-    for fields of the configuration.
+    Raises CheckpointError for files and tensors, values that are not finite included, FileNotFoundError for a name whose model is not here,
+    ValueError or NotImplementedError for fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
     return load_weights(checkpoint, dtype=dtype), checkpoint.tokenizer()
@@ -71,6 +72,7 @@ def load_weights(checkpoint: Checkpoint, *, dtype: DTypeLike) -> Llama:
     """Return the model of an open checkpoint with its weights as `dtype`. Raises as `load_llama`."""
     if jnp.dtype(dtype).name not in MODEL_DTYPES:
         raise ValueError(f"dtype={jnp.dtype(dtype).name!r} is not supported; supported: {', '.join(MODEL_DTYPES)}")
+    _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint.tensors, tied=config.tie_word_embeddings)
@@ -106,6 +108,15 @@ def save_checkpoint(llama: Llama, directory: str | os.PathLike[str], write_token
             link_others(directory, unfinished)
 
 
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where the configuration has more layers than the files: 1000 need not be made to see that they are missing."""
+    found = (re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.tensors)
+    stored, layers = 1 + max((int(match[1]) for match in found if match), default=-1), checkpoint.config.num_hidden_layers
+    if layers > stored:
+        missing = f"model.layers.{stored}.input_layernorm.weight"
+        raise CheckpointError(f"the files lack tensor {missing!r} and more: they hold {stored} layers, and num_hidden_layers is {layers}")
+
+
 def _untie_if_stored_apart(checkpoint: Checkpoint) -> LlamaConfig:
     """Return the config, untied where the files hold a head that differs from the embedding: such a model was trained untied."""
     config, pair = checkpoint.config, (hf_names.EMBED_NAME, hf_names.HEAD_NAME)
@@ -138,13 +149,21 @@ def _some(names: list[str]) -> str:
 def _read_weights(abstract: Llama, checkpoint: Checkpoint) -> Llama:
     """Fill the abstract model tensor by tensor."""
     values: dict[str, jax.Array] = {}
+    finite: dict[str, jax.Array] = {}  # asked for at the end: the host does not wait for each tensor
     expected = hf_names.weights(abstract).items()
     for path, weight in tqdm(expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None):
-        values[path] = _placed(checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
+        placed = _placed(checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
+        values[path], finite[weight.name] = placed
+    broken = [name for name, of_tensor in finite.items() if not of_tensor]
+    if broken:
+        named = f"{_some(broken)} holds nan, or values beyond {next(iter(values.values())).dtype.name}"
+        raise CheckpointError(f"{named}: the model would compute nan")
     return hf_names.replace_weights(abstract, values)
 
 
 @functools.partial(jax.jit, static_argnames=("transpose", "dtype"))
-def _placed(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> jax.Array:
-    """Return the tensor on the device, transposed and cast there: strided copies on the host would take most of the loading time."""
-    return (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
+def _placed(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Return the tensor on the device, transposed and cast there (strided copies on the host would take most of the loading time), and
+    whether all of it is finite."""
+    placed = (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
+    return placed, jnp.all(jnp.isfinite(placed))

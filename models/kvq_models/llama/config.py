@@ -29,6 +29,7 @@ _ROPE_FIELDS = {
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
+MOST_LAYERS = 1024  # eight times those of the largest Llama; plans and weights are made layer by layer
 _LIMIT = 2.0**128  # float32 ends below it
 
 
@@ -121,6 +122,7 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    dtype: str | None = dataclasses.field(default=None, compare=False)  # of the model that carries this; no property of the checkpoint
 
     def __post_init__(self) -> None:
         if self.model_type not in _FAMILIES:
@@ -129,6 +131,8 @@ class LlamaConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name}={value!r} must be a positive integer")
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(f"config field num_hidden_layers={self.num_hidden_layers} must be at most {MOST_LAYERS}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"config field num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
@@ -196,7 +200,7 @@ class LlamaConfig:
             "pad_token_id": self.pad_token_id,
         }
         read_back = LlamaConfig.from_hf(hf)
-        names = [field.name for field in dataclasses.fields(self)]
+        names = [field.name for field in dataclasses.fields(self) if field.compare]
         lost = [f"{name}={getattr(self, name)}" for name in names if getattr(read_back, name) != getattr(self, name)]
         if lost:
             raise ValueError(f"a config.json of model_type={self.model_type!r} cannot express {', '.join(lost)}")

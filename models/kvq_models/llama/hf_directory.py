@@ -44,6 +44,14 @@ class HfDirectory:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._checksums: dict[Path, Checksum] = defaultdict(Checksum)  # of the tensors that were read, by their files
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Raise CheckpointError where a name of a checkpoint's file is something else: reading a pipe would wait for ever."""
+        names = (*CONFIG_FILES, *TOKENIZER_FILES, *TOKENIZER_EXTRAS, "model.safetensors.index.json")
+        for path in (*(self.directory / name for name in names), *sorted(self.directory.glob("*.safetensors"))):
+            if path.exists() and not path.is_file():
+                raise CheckpointError(f"{str(path)!r} is not a regular file")
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
@@ -201,6 +209,10 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer  # imported late: it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises no narrower one for a broken file
         raise CheckpointError(f"the tokenizer in {str(directory)!r} cannot be loaded: {first_line(error)}") from error
+    longest = getattr(tokenizer, "model_max_length", None)  # transformers compares lengths with it, whatever it is
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float)):
+        raise CheckpointError(f"the tokenizer in {str(directory)!r} has model_max_length={longest!r}, which is no number")
+    return tokenizer

@@ -14,6 +14,7 @@ softmax and logits are fp32. Source: Touvron et al., LLaMA; Ainslie et al., GQA;
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -135,7 +136,7 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.config = config
+        self.config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
         self.embed = nnx.Param(INITIAL_STDDEV * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
         self.layers = nnx.List([Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)

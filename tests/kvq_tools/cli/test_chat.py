@@ -275,7 +275,7 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
     ids = tokenizer(evil, add_special_tokens=False).input_ids
     stream = Continuation(tokenizer, [1])
     shown = "".join(stream.push(ids[:n]) for n in range(1, len(ids) + 1)) + stream.push(ids, last=True)
-    assert shown == "a]0;titleb31mc\n\td"
+    assert shown == r"a\x1b]0;title\x07b\x9b31m\rc" + "\n\td" + r"\x00\x7f"
     assert stream.text(ids) == evil, "what is not shown keeps them"
 
 

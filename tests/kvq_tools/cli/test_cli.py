@@ -20,7 +20,8 @@ from kvq_models.llama.checkpoint import read_config
 from kvq_models.llama.hf_directory import HfDirectory
 from kvq_tools.cli import console, inputs, main
 from kvq_tools.cli.commands import doctor, memory
-from kvq_tools.cli.continuation import UNFINISHED, Continuation, printable
+from kvq_tools.cli.console import printable
+from kvq_tools.cli.continuation import UNFINISHED, Continuation
 from tests.kvq_models.checkpoints import PROMPT, STORIES, random_llama, tiny_config
 
 CACHE = "kivi:bits=2,recent=8,block=8"

@@ -1,0 +1,71 @@
+"""What cannot mean anything says so: weights and logits that are not finite, rows beyond the cache's dtype, a cache that is gone."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache.overflow import Overflow
+from kvq_models import Llama, generate, load_llama, save_llama
+from kvq_models.inference import decoding
+from kvq_models.llama.stored_tensor import CheckpointError
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+
+
+@functools.cache
+def model() -> Llama:
+    return random_llama(tiny_config(num_hidden_layers=1))
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    llama = random_llama(tiny_config(num_hidden_layers=1))
+    save_llama(llama, tmp_path)
+    load_llama(tmp_path)
+    kernel = llama.layers[0].v_proj.kernel
+    kernel[...] = kernel[...].at[0, 0].set(1e6)
+    save_llama(llama, tmp_path)
+    load_llama(tmp_path, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"tensor 'model.layers.0.self_attn.v_proj.weight' holds nan, or values beyond float16"):
+        load_llama(tmp_path, dtype="float16")
+    kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
+    save_llama(llama, tmp_path)
+    with pytest.raises(CheckpointError, match=r"v_proj\.weight' holds nan"):
+        load_llama(tmp_path, dtype="float32")
+
+
+def test_rows_beyond_the_caches_dtype_are_told_and_named():
+    """The embedding of one token is huge, so that only the row with this token exceeds float16."""
+    llama = random_llama(tiny_config(num_hidden_layers=1))
+    kernel = llama.layers[0].v_proj.kernel
+    kernel[...] = kernel[...] * 1e7
+    llama.embed[...] = llama.embed[...].at[7].set(0.0)
+    cache = kvq.init_cache("dense", llama.config, 2, 32, "float16")
+    out = generate(llama, cache, [[7, 7, 7], [1, 2, 3]], max_new_tokens=1)
+    assert np.asarray(out.finite).tolist() == [True, False]
+    assert Overflow(1, 0, "v") in kvq.overflowed(out.cache)
+    exact = generate(llama, kvq.init_cache("dense", llama.config, 2, 32), [[7, 7, 7], [1, 2, 3]], max_new_tokens=1)
+    assert np.asarray(exact.finite).all(), "float32 holds these rows"
+    assert not kvq.overflowed(exact.cache)
+
+
+def test_a_consumed_cache_says_where_it_went(tmp_path):
+    cache = kvq.init_cache("dense", model().config, 1, 32)
+    taken = jax.jit(lambda c: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), c), donate_argnums=0)(cache)
+    uses = {
+        "checked_tokens": lambda c: decoding.checked_tokens(model(), c, [[1]], None),
+        "begin": lambda c: kvq.begin(c, 1, prefill=False),
+        "trim": lambda c: kvq.trim(c, [1]),
+        "select_rows": lambda c: kvq.select_rows(c, [0]),
+        "merge_rows": lambda c: kvq.merge_rows(taken, c),
+        "save_cache": lambda c: kvq.save_cache(c, tmp_path / "f.safetensors"),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ValueError, match="consumed by a call that took it over") as refused:
+            use(cache)
+        assert "\n" not in str(refused.value), name
+        assert use(taken) is not cache, name
