@@ -39,6 +39,7 @@ COMMANDS = {
 }
 
 PASSED_ON = ("lm-eval",)  # commands whose arguments are another program's
+WITHOUT_PROGRAMS = ("fetch", "memory", "methods")  # commands that compile nothing
 
 DESCRIPTION = """\
 KV-cache quantization for JAX: runs Hugging Face Llama-family checkpoints with a cache that is 2 to 7 times smaller than bf16."""
@@ -84,6 +85,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
             module.configure(own)
             if name not in PASSED_ON:
                 own.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+            if name not in (*PASSED_ON, *WITHOUT_PROGRAMS):
+                own.add_argument("--no-compilation-cache", action="store_true", help="do not keep compiled programs for the next run")
             own.set_defaults(run=module.run)
     return parser
 
@@ -132,6 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parsed(arguments)
         interruption.begin()
+        if not getattr(options, "no_compilation_cache", arguments[0] in WITHOUT_PROGRAMS):
+            from kvq_tools.cli import compilation_cache  # imports JAX, which the command's module has imported by now
+
+            compilation_cache.begin()
         with _warnings_in_one_line():
             options.run(options)
         sys.stdout.flush()

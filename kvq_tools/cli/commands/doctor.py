@@ -19,7 +19,7 @@ from kvq_models.inference.method_parameters import calibration_hint, check_calib
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.named_models.names import located
-from kvq_tools.cli import doctor_outliers, inputs
+from kvq_tools.cli import compilation_cache, doctor_outliers, inputs
 from kvq_tools.cli.console import UserError, input_errors, print_json
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> None:
         | {
             "calibration": calibration,
             "kernels here": dispatch.kernels_here(),
+            "compilation cache": compilation_cache.described(),
         },
         "layers": layers,
         "warnings": warnings(config, cache, biases) + missing,

@@ -1,0 +1,64 @@
+"""Compiled programs are kept between runs of the command: where, how long, and not where the user says otherwise."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from kvq_tools.cli import compilation_cache
+from kvq_tools.cli.main import main
+
+SETTINGS = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs")
+
+
+@pytest.fixture
+def no_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A process that keeps no programs yet, and the user's cache folder."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax_cache.reset_cache()
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "user"))
+    yield tmp_path / "user"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+
+
+def test_programs_are_kept_in_the_users_cache_folder_up_to_a_bound(no_cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    assert compilation_cache.described() == "none: every run compiles anew"
+    monkeypatch.setattr(compilation_cache, "SHORTEST", 0.0)
+    compilation_cache.begin()
+    assert compilation_cache.folder().is_relative_to(no_cache)
+    assert compilation_cache.described().startswith("0 compiled programs"), compilation_cache.described()
+    jax.jit(lambda x: jnp.sin(x) * 3.25)(jnp.ones(7)).block_until_ready()
+    count, told = int(compilation_cache.described().split()[0]), compilation_cache.described()
+    assert count >= 1, "the program was not kept"
+    assert f"of at most 1024 MiB, in {compilation_cache.folder()}" in told, told
+
+
+def test_a_cache_that_the_user_chose_stays(no_cache: pathlib.Path):
+    jax.config.update("jax_compilation_cache_dir", str(no_cache / "own"))
+    compilation_cache.begin()
+    assert jax.config.jax_compilation_cache_dir == str(no_cache / "own")
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(no_cache: pathlib.Path):
+    no_cache.write_text("a file")
+    compilation_cache.begin()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize(("words", "kept"), [([], True), (["--no-compilation-cache"], False)])
+def test_the_command_keeps_programs_unless_told_otherwise(
+    words: list[str], kept: bool, no_cache: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["doctor", "embedded", *words]) == 0
+    assert (jax.config.jax_compilation_cache_dir is not None) == kept
+    printed = capsys.readouterr().out
+    assert ("compiled programs" in printed) == kept, printed
+    assert ("every run compiles anew" in printed) != kept, printed
