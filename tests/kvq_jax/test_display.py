@@ -47,7 +47,7 @@ def test_a_traced_and_a_donated_cache_print_too(cache):
 
 
 def test_generated_tokens_and_an_evaluation_print_in_a_line(cache):
-    out = Generated(jnp.zeros((2, 5), jnp.int32), jnp.asarray([5, 3]), cache, jnp.zeros((2, 5)))
+    out = Generated(jnp.zeros((2, 5), jnp.int32), jnp.asarray([5, 3]), cache, jnp.zeros((2, 5)), jnp.ones(2, bool))
     assert repr(out) == f"Generated(tokens [5, 3], of at most 5, cache {cache!r})"
     assert "<td>[5, 3]</td>" in out._repr_html_()
     ones, where = np.ones(4), np.arange(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import kvq_jax as kvq
+from kvq_jax.files import checksum
 from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
 from kvq_models import load_calibration, prefill, prepare, save_calibration
 from kvq_models.calibration.needs import fingerprint, needs
@@ -151,13 +153,19 @@ def test_a_new_file_has_the_mode_of_every_new_file(file):
     assert file.stat().st_mode == file.with_name("plain").stat().st_mode
 
 
-def test_a_file_appears_whole_or_not_at_all(work, tmp_path):
+def test_a_file_appears_whole_or_not_at_all(work, tmp_path, monkeypatch):
+    def full(tensors: dict[str, np.ndarray], path: pathlib.Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
     calibration = run(work)
-    broken = dataclasses.replace(calibration)
-    object.__setattr__(broken, "tensors", {"layers.0.k.levels": object()})
-    with pytest.raises(AttributeError):
-        save_calibration(broken, tmp_path / "f.safetensors")
+    monkeypatch.setattr(checksum, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        save_calibration(calibration, tmp_path / "f.safetensors")
     assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    save_calibration(calibration, tmp_path / "f.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.safetensors"]
 
 
 # --- a prepared model ---------------------------------------------------------------------------------------------------------------------
