@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import io
+import keyword
 import pathlib
 import re
 import tokenize
@@ -20,11 +21,21 @@ from collections.abc import Callable, Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("kvq_jax", "pallas_kernels", "models", "kvq_tools", "tools", "benchmarks", "tests", "docs")
-HEADS = "kvq|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks|tests"  # of dotted names of ours, past ones included
-NOT_OURS = {"jax", "jnp", "lax", "np", "pl", "torch", "transformers", "lm_eval"}  # what a.b may begin with without being ours
+FOLDERS = ("cpu_kernels", "kvq_jax", "pallas_kernels", "models", "kvq_tools", "tools", "benchmarks", "tests", "docs")
+HEADS = "kvq|cpu_kernels|kvq_jax|kvq_models|kvq_tools|pallas_kernels|models|tools|benchmarks|tests"  # of dotted names, past ones included
+NOT_OURS = {
+    "jax",
+    "jnp",
+    "lax",
+    "np",
+    "pl",
+    "safetensors",
+    "torch",
+    "transformers",
+    "lm_eval",
+}  # what a.b may begin with, not ours
 INSTRUCTIONS = {"HFMA2", "lop3", "or", "prmt", "sin.approx", "xor"}  # of GPUs, in backticks like names of ours
-SUFFIXES = ("jinja", "json", "md", "npz", "py", "safetensors", "svg", "txt")  # a file in backticks: looked for as a file
+SUFFIXES = ("jinja", "json", "md", "model", "npz", "py", "safetensors", "svg", "txt")  # a file in backticks: looked for as a file
 QUOTES_HISTORY = ("benchmarks/results/", "docs/report/")  # generated: their commands are those that were run
 
 PATH = re.compile(rf"(?<![\w./<{{-])(?:{'|'.join(FOLDERS)}|kvq_models)/[\w./*-]*[\w*/]")
@@ -35,7 +46,8 @@ IMPORT = re.compile(r"\bfrom ((?:kvq|pallas)_[\w.]+) import (\w+(?:, \w+)*)")
 QUOTED = re.compile(r"`{1,2}([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\([^`]*\))?`")
 RUN = re.compile(r"(?:python|\$\(RUN\)) -m\s+((?:benchmarks|tools|kvq_\w+)[\w.]*\w)")
 MAKE = re.compile(r"(?:`|^)make ([a-z]+)", re.MULTILINE)
-COMMAND = re.compile(r"(?:`|^|\$ )kvq ([a-z]\w*)", re.MULTILINE)
+COMMAND = re.compile(r"(?:`|^|\$ )kvq ([a-z][\w-]*)", re.MULTILINE)
+FORMATS = "docs/json.md"  # names formats as kvq and a dot and the command
 EXTRA = re.compile(r"pip install [^\n]*?['\"](kvq[\w-]*|\.)\[([\w,]+)\]")
 
 
@@ -176,10 +188,15 @@ def dotted_exists(name: str) -> bool:
     return False
 
 
+def names_format(path: str, name: str) -> bool:
+    """Return whether the page of the JSON formats names one that a command prints."""
+    return path == FORMATS and name.removeprefix("kvq.") in project().identifiers
+
+
 def quoted_exists(name: str) -> bool:
     """Return whether code has the name; of a.b, whether code says so, or a module or class called `a` has a `b`."""
     first, *rest = name.split(".")
-    if first in NOT_OURS or name in INSTRUCTIONS or (rest and rest[-1] in SUFFIXES):
+    if first in NOT_OURS or first.startswith("JAX_") or keyword.iskeyword(first) or name in INSTRUCTIONS or (rest and rest[-1] in SUFFIXES):
         return True
     if not rest:
         return first in project().identifiers | project().commands | project().extras | set(dir(builtins))
@@ -215,7 +232,7 @@ def stale(path: str, content: str) -> list[str]:
     for line, text in prose(path, content):
         look(PATH, line, text, lambda m: not file_exists(m[0], path))
         look(FILE, line, text, lambda m: not file_exists(m[0], path))
-        look(DOTTED, line, text, lambda m: not m[0].endswith(".py") and not dotted_exists(m[0]))
+        look(DOTTED, line, text, lambda m: not (m[0].endswith(".py") or dotted_exists(m[0]) or names_format(path, m[0])))
         look(IMPORT, line, text, lambda m: not all(dotted_exists(f"{m[1]}.{name}") for name in m[2].split(", ")))
         look(QUOTED, line, text, lambda m: not quoted_exists(m[1]))
         look(RUN, line, text, lambda m: m[1] not in known.programs)
@@ -256,6 +273,7 @@ def test_what_is_named_exists():
         ("docs/design.md", "python -m benchmarks.markdown"),
         ("docs/design.md", "`make benchmark`"),
         ("docs/design.md", "kvq evaluate embedded --text F"),
+        ("docs/json.md", "kvq.no_such_format"),
         ("docs/design.md", "pip install 'k" + "vq[report]'"),
         ("docs/design.md", "pip install -e '.[no_such_extra]'"),
         ("kvq_jax/cache/spec.py", '"""Keys without their bias (bias.py)."""'),

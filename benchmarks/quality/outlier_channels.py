@@ -7,7 +7,7 @@
 `kvq doctor MODEL --outliers --text FILE` shows the same for one text, layer by layer. Keys are before RoPE, with their bias and QK-norm.
 Accuracies are of layers, so there is no interval: each number is a count of the model's own layers.
 
-    python -m benchmarks.quality.outlier_channels --texts wikitext2_test.txt --json benchmarks/results/outlier_channels.json
+    python -m benchmarks.quality.outlier_channels --texts wikitext2_test.txt tinyshakespeare.txt --json FILE
 """
 
 from __future__ import annotations

@@ -14,10 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from sys import UnraisableHookArgs
+from typing import Any, NoReturn
 
 STATUS = 130  # 128 + SIGINT, as shells count
 PATIENCE = 0.6  # seconds that the main thread has to close its files and leave
@@ -51,7 +48,7 @@ _presses = _Presses()
 
 
 def watch() -> None:
-    """Begin to watch for Ctrl-C; for a process that is one command. Where SIGINT is ignored (`nohup`), it stays so."""
+    """Begin to watch for Ctrl-C; for a process that is one command. Where SIGINT is ignored, as under nohup, it stays so."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     reading, writing = os.pipe()
@@ -124,10 +121,10 @@ def _press(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _told_of_others(hook: Callable[[UnraisableHookArgs], object]) -> Callable[[UnraisableHookArgs], object]:
+def _told_of_others(hook: Callable[[Any], object]) -> Callable[[Any], object]:
     """Return a hook that says nothing of a KeyboardInterrupt lost in a callback: the other thread ends the process."""
 
-    def told(unraisable: UnraisableHookArgs) -> None:
+    def told(unraisable: Any) -> None:
         if unraisable.exc_type is not KeyboardInterrupt:
             hook(unraisable)
 

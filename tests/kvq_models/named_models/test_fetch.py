@@ -220,9 +220,9 @@ fetch.fetch({model!r}, index_url={url!r})
 """
 BREAKS = {
     "in the download": "",
-    "when the model is written": "fetch.os.fsync = die",
-    "before the model has its name": "pathlib.Path.replace = die",
-    "when the model has its name": "whole = pathlib.Path.replace; pathlib.Path.replace = lambda *paths: die(whole(*paths))",
+    "when the model is written": "os.fsync = die",
+    "before the model has its name": "os.replace = die",
+    "when the model has its name": "whole = os.replace; os.replace = lambda *paths: die(whole(*paths))",
 }
 
 
