@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,7 +26,7 @@ def folder() -> Path:
 
 def begin() -> None:
     """Read and keep compiled programs from here on. Without effect where a cache was chosen already or the folder cannot be made."""
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+    if _setting("jax_compilation_cache_dir") is not None or not _setting("jax_enable_compilation_cache"):
         return
     try:
         folder().mkdir(parents=True, exist_ok=True)
@@ -38,13 +39,17 @@ def begin() -> None:
 
 def described() -> str:
     """Say where programs are kept, and how much; or that they are not."""
-    chosen = jax.config.jax_compilation_cache_dir
-    if chosen is None or not jax.config.jax_enable_compilation_cache:
+    chosen = _setting("jax_compilation_cache_dir")
+    if chosen is None or not _setting("jax_enable_compilation_cache"):
         return "none: every run compiles anew"
     files = [file.stat().st_size for file in Path(chosen).glob("*-cache")] if Path(chosen).is_dir() else []
-    bound = jax.config.jax_compilation_cache_max_size
+    bound = _setting("jax_compilation_cache_max_size")
     most = "" if bound < 0 else f" of at most {bound >> 20} MiB"
     return f"{len(files)} compiled programs, {sum(files) / (1 << 20):.1f} MiB{most}, in {chosen}"
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)
 
 
 def _processor() -> str:
