@@ -23,6 +23,7 @@ LENGTH = 72
 SPECS = ("dense", "kivi:bits=4,recent=8,block=8", "kivi:bits=4,recent=8,block=8,pre_rope=true", "innerq:bits=3,sink=4,recent=8,block=8")
 EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
 step = jax.jit(decode_step, donate_argnames="cache")
+xla_step = jax.jit(functools.partial(decode_step, implementation="xla"), donate_argnames="cache")
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def logprobs(logits):
     return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
 
-def decoded(spec, tokens, prompt):
+def decoded(spec, tokens, prompt, step=step):
     """Logits [B, T - prompt, V] of tokens from `prompt` on, one step at a time."""
     _, cache = prefill(model(), new_cache(spec, tokens.shape[0]), tokens[:, :prompt])
     found = []
@@ -117,9 +118,10 @@ def test_several_tokens_in_a_step_equal_single_steps(spec):
     if spec != "dense":
         spec += ",scale_dtype=float32"  # a float16 scale may differ by 2^-11 of itself between two compiled functions
     tokens = random_tokens((2, LENGTH))
-    single, cache = decoded(spec, tokens, 40)
+    # CPU kernels round differently for several tokens: a key on a tie gets another code, and logits move by 1e-3 (test_native_attention.py)
+    single, cache = decoded(spec, tokens, 40, xla_step)
     _, other = prefill(model(), new_cache(spec), tokens[:, :40])
-    several, other = step(model(), other, tokens[:, 40:])
+    several, other = xla_step(model(), other, tokens[:, 40:])
     assert row_errors(several, single).max() < 1e-5, spec
     assert cache.lengths.tolist() == other.lengths.tolist()
     for i, (one, many) in enumerate(zip(cache.layers, other.layers, strict=True)):
