@@ -126,7 +126,7 @@ def test_caches_that_differ_are_not_merged(field: str, other: dict):
         (lambda c: kvq.select_rows(c, [-1]), "row -1"),
         (lambda c: kvq.select_rows(c, []), "vector of row numbers"),
         (lambda c: kvq.select_rows(c, [[0]]), "vector of row numbers"),
-        (lambda c: kvq.select_rows(c, [0.5]), "vector of row numbers"),
+        (lambda c: kvq.select_rows(c, [0.5]), "index must be integers, got 0.5"),
         (lambda c: kvq.repeat_rows(c, 0), "repeats=0"),
         (lambda c: kvq.trim(c, [1, 2]), r"lengths must be \[8\]"),
     ],
