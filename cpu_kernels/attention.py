@@ -37,7 +37,7 @@ def decode_attention(
         raise ValueError(reason)
     (k, k_arrays), (v, v_arrays) = keys, values
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
-    call = jax.ffi.ffi_call(TARGET, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)))
+    call = jax.ffi.ffi_call(TARGET, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)), vmap_method="sequential")
     arrays = (q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays)
     m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity))  # noqa: E741
     return m, l, o
