@@ -98,7 +98,7 @@ def test_json_holds_the_numbers_of_the_library(model, run_json):
         assert row["flip_positions"] == result.flips.tolist()
         assert row["flips"] == len(row["flip_positions"]) == sum(row["by_position"]["flips"])
         assert row["by_position"]["kl"] == [p.kl for p in result.by_position(3)]
-        size = kvq.nbytes(kvq.layout(cache, llama.config, 1, WINDOW))
+        size = kvq.nbytes(kvq.layout(cache, llama.config, 1, WINDOW, "bfloat16"))
         assert (row["cache_bytes"], row["ratio"]) == (size, found["bf16_bytes"] / size)
     assert found["bf16_bytes"] == kvq.dense_nbytes(llama.config, 1, WINDOW)
     dense, coarse = found["caches"]
@@ -198,7 +198,7 @@ def test_bad_input_is_one_line_and_found_before_weights_are_read(case, model, tm
     assert message in lines[0]
 
 
-def test_a_cache_that_gives_nan_is_reported_as_such(model, run, run_json, monkeypatch):
+def test_a_cache_that_gives_nan_is_reported_as_such(model, run, monkeypatch):
     command = importlib.import_module("kvq_tools.cli.commands.eval")
 
     def broken(*arguments, **options):
@@ -209,8 +209,11 @@ def test_a_cache_that_gives_nan_is_reported_as_such(model, run, run_json, monkey
         return results
 
     monkeypatch.setattr(command, "evaluate_caches", broken)
-    row = run_json(*request(model, "--mode", "fake"))["caches"][0]
+    code, out, err = run(*request(model, "--mode", "fake"), "--json")
+    assert code == 3
+    assert "not finite (nan or inf) with dense" in err
+    row = json.loads(out)["caches"][0]
     assert (row["perplexity"], row["kl"], row["bits_per_byte"]) == (None, None, None)
     code, out, _ = run(*request(model, "--mode", "fake"))
-    assert code == 0
+    assert code == 3
     assert "│ dense    │          - │" in out
