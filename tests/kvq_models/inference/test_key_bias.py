@@ -133,7 +133,7 @@ def test_sizes_count_the_same_bytes_with_the_option(tmp_path, run_json):
     caches = [f"innerq:{options}", f"innerq:{options},subtract_bias=true"]
     asked = ("--context", 64, "--roofline", "h200", *(part for cache in caches for part in ("--cache", cache)))
     plain, without = run_json("memory", tmp_path, *asked)["caches"]
-    for key in ("bytes", "parameter_bytes", "paper_layout_bytes", "body_bits_per_element"):
+    for key in ("cache_bytes", "parameter_bytes", "paper_layout_bytes", "body_bits_per_element"):
         assert without[key] == plain[key], key
     assert plain["paper_layout_bytes"] is not None
     assert without["roofline"] == plain["roofline"]

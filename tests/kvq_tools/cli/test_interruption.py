@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import pathlib
 import select
-import signal
 import struct
+import subprocess
 import sys
 import time
 
@@ -31,14 +31,25 @@ DELAYS = (0.6, 1.5, 0.1, 2.4, 3.5)  # seconds after the message, while the comma
 MOST_SECONDS = 1.5  # to leave: one, and what a busy machine adds
 
 
+# A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one.
+IN_THIS_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
 class Terminal:
     """`kvq` in a pseudo-terminal; `text` is what it has written."""
 
     def __init__(self, arguments):
-        self.pid, self._file = pty.fork()
-        if not self.pid:
-            os.execve(sys.executable, [sys.executable, "-m", "kvq_tools", *arguments], os.environ | {"PYTHONPATH": ":".join(sys.path)})
-        fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._file, side = pty.openpty()
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._process = subprocess.Popen(  # not pty.fork: JAX, which this process runs, warns of forks
+            [sys.executable, "-c", IN_THIS_TERMINAL, "-m", "kvq_tools", *arguments],
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+        )
+        os.close(side)
         self.text = ""
 
     def read(self, seconds, until=None):
@@ -57,16 +68,13 @@ class Terminal:
 
     def status(self):
         """Return the exit code, negative for a signal. The command has closed its terminal, so it is ending."""
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self._file)
-        self.pid = None
-        return os.waitstatus_to_exitcode(status)
+        return self._process.wait()
 
     def end(self):
         """Kill a command that a failed test left."""
-        if self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.status()
+        self._process.kill()
+        self._process.wait()
+        os.close(self._file)
 
 
 @pytest.fixture
