@@ -39,5 +39,5 @@ def decode_attention(
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
     call = jax.ffi.ffi_call(TARGET, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)), vmap_method="sequential")
     arrays = (q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays)
-    m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity))  # noqa: E741
+    m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity))
     return m, l, o

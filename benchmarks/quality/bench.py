@@ -20,8 +20,8 @@ from jaxtyping import Array, Int
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
 from benchmarks.quality.journal import Journal
-from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
+from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory

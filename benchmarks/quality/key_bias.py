@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.model_argument import add_model, model_words, shown
+from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama, prepare
 from kvq_models.calibration.fit import calibrate
@@ -242,13 +242,7 @@ def _bias_line(row: BiasRow) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.key_bias",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the rows go")
-    add_model(parser)
+    parser = study_parser("benchmarks.quality.key_bias", __doc__)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that is scored")
     parser.add_argument(
         "--calibration-text", metavar="FILE", type=pathlib.Path, default=PASSAGE, help="the text that caches are calibrated on"
@@ -258,13 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a window that are a prompt, and not scored")
     parser.add_argument("--seed", type=int, default=0, help="draws the signs of the constants")
-    options = parser.parse_args(argv)
-    try:
-        report = run(options)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error}\n")
-    report.write(options.json)
-    print(options.json)
+    run_study(parser, argv, run)
 
 
 if __name__ == "__main__":

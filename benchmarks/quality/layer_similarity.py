@@ -25,8 +25,8 @@ from jaxtyping import Float
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.squat_subspace import layer_inputs
+from benchmarks.quality.study import first_tokens, model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, header
 from kvq_models import load_llama
 
@@ -85,10 +85,7 @@ def relative_range(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T 
 def run(options: argparse.Namespace) -> SimilarityReport:
     """Measure every pair of layers. ValueError where the text is too short, or a group does not divide the model's widths."""
     llama, tokenizer = load_llama(options.model, dtype="float32")
-    ids = np.asarray(tokenizer(options.text.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
-    if len(ids) < options.tokens:
-        raise ValueError(f"{options.text.name} must have {options.tokens} tokens; it has {len(ids)}")
-    layers = [rows_of(inputs) for inputs in layer_inputs(llama, ids[: options.tokens])]
+    layers = [rows_of(inputs) for inputs in layer_inputs(llama, first_tokens(tokenizer, options.text, options.tokens))]
     pairs = [
         Pair(
             layer,
@@ -153,24 +150,11 @@ def draw(report: SimilarityReport) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.layer_similarity",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
-    add_model(parser)
+    parser = study_parser("benchmarks.quality.layer_similarity", __doc__, plot=True)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that the model reads")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of it")
     parser.add_argument("--group", type=int, default=64, help="channels of a token that share a range")
-    options = parser.parse_args(argv)
-    try:
-        report = run(options)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error}\n")
-    report.write(options.json)
-    draw(report).savefig(options.json.with_suffix(".png"), dpi=110)
-    print(options.json)
+    run_study(parser, argv, run, draw)
 
 
 if __name__ == "__main__":

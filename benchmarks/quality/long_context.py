@@ -23,8 +23,8 @@ import numpy as np
 import kvq_jax as kvq
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.long_context_report import FULL_PRECISION, CacheSize, Cell, LongContextReport
-from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.report import Text
+from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.files.whole import delete_directory
 from kvq_models import Llama, load_llama, prepare

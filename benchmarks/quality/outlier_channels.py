@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.markdown import head, table
-from benchmarks.quality.model_argument import add_model, model_words, shown
+from benchmarks.quality.study import first_tokens, model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, header
 from kvq_models import Llama, load_llama
 from kvq_tools.evaluation import outlier_channels
@@ -68,11 +68,8 @@ def run(options: argparse.Namespace) -> OutlierChannelsReport:
     llama, tokenizer = load_llama(options.model, dtype="float32")
     texts = []
     for path in options.texts:
-        ids = np.asarray(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
-        if len(ids) < options.tokens:
-            raise ValueError(f"{path.name} must have {options.tokens} tokens; it has {len(ids)}")
         length = min(ROW, options.tokens)
-        rows = ids[: options.tokens // length * length].reshape(-1, length)
+        rows = first_tokens(tokenizer, path, options.tokens)[: options.tokens // length * length].reshape(-1, length)
         texts.append(channels_of(llama, rows, path.name))
     return OutlierChannelsReport(
         title=f"Outlier channels of keys from weights alone, {shown(options.model)}",
@@ -110,22 +107,10 @@ def page(report: OutlierChannelsReport, file: pathlib.Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.outlier_channels",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go")
-    add_model(parser)
+    parser = study_parser("benchmarks.quality.outlier_channels", __doc__)
     parser.add_argument("--texts", metavar="FILE", type=pathlib.Path, nargs="+", required=True, help="the texts that the model reads")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each")
-    options = parser.parse_args(argv)
-    try:
-        report = run(options)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error}\n")
-    report.write(options.json)
-    print(options.json)
+    run_study(parser, argv, run)
 
 
 if __name__ == "__main__":

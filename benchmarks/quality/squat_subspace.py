@@ -28,8 +28,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from benchmarks.quality.model_argument import add_model, model_words, shown
 from benchmarks.quality.squat_subspace_report import LAMS, PAPERS, SCORE_RANKS, Deviation, Prediction, ScoreError, SubspaceReport, draw
+from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
 from kvq_models import Llama, Sampling, generate, load_llama, prefill, score
@@ -168,7 +168,9 @@ def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following
 
 
 def run(options: argparse.Namespace) -> SubspaceReport:
-    """Measure everything. ValueError where a text is too short."""
+    """Measure everything. ValueError where a text is too short, or the paper's own lambda and rank are not asked for."""
+    if PAPERS not in options.lam or 5 not in options.rank:
+        raise ValueError(f"--lam must name {PAPERS:g} and --rank 5, the paper's own")
     text, other, prompt, response = options.text, options.other_text, options.prompt, options.response
     llama, tokenizer = load_llama(options.model, dtype="float32")
     ids, other_ids = (np.asarray(tokenizer(f.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32) for f in (text, other))
@@ -221,28 +223,15 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.squat_subspace", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help="where the numbers go; a PNG goes beside it")
-    add_model(parser)
-    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="default: the demo's")
-    parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="another kind; default: LICENSE")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
-    parser.add_argument("--response", type=int, default=256, help="tokens of the response (default: %(default)s)")
-    parser.add_argument("--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors (default: %(default)s)")
-    parser.add_argument(
-        "--lam", type=float, nargs="+", default=LAMS, help="lambdas of the errors; 0.001 is among them (default: %(default)s)"
-    )
-    parser.add_argument("--windows", type=int, help="windows of the text that are predicted through caches (default: all)")
-    args = parser.parse_args(argv)
-    if PAPERS not in args.lam or 5 not in args.rank:
-        parser.exit(2, f"--lam must name {PAPERS:g} and --rank 5, the paper's own\n")
-    try:
-        report = run(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error}\n")
-    report.write(args.json)
-    draw(report).savefig(args.json.with_suffix(".png"), dpi=110)
-    print(args.json)
+    parser = study_parser("benchmarks.quality.squat_subspace", __doc__, plot=True)
+    parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="the text")
+    parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="a text of another kind")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--response", type=int, default=256, help="tokens of the response")
+    parser.add_argument("--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors")
+    parser.add_argument("--lam", type=float, nargs="+", default=LAMS, help="lambdas of the errors; 0.001 is among them")
+    parser.add_argument("--windows", type=int, help="windows of the text that are predicted through caches; all without it")
+    run_study(parser, argv, run, draw)
 
 
 if __name__ == "__main__":

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from cpu_kernels.body import Affine, Body
 from kvq_jax.arrays.channel_groups import ChannelGroup
-from kvq_jax.arrays.grouped_array import GroupFormat
+from kvq_jax.codecs.kernel_readers import StoredGroups
 from pallas_kernels.tiles.layout import PlaneLayout
 
 MOST_CHANNELS = 1024
 MOST_BITS = 9
-
-
-@runtime_checkable
-class StoredGroups(Protocol):
-    """The part of a `GroupedCodec` that kernels depend on."""
-
-    @property
-    def format(self) -> GroupFormat: ...
-    @property
-    def pre_rope(self) -> bool: ...
 
 
 def grouped(codec: StoredGroups) -> Body | str:

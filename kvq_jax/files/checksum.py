@@ -67,7 +67,8 @@ def sha256_of(tensor: np.ndarray) -> str:
 def read_tensors(file: Any, where: str, *, required: bool) -> dict[str, np.ndarray]:
     """Return all tensors of an open safetensors file by their names. Raises as `Checksum.check`."""
     tensors, checksum = {}, Checksum()
-    for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+    names = file.keys()
+    for name in names:
         tensors[name] = file.get_tensor(name)
         checksum.add(name, tensors[name])
     checksum.check(where, file.metadata() or {}, required=required)

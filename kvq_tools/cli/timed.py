@@ -33,7 +33,7 @@ class TimedGeneration:
         prompt: list[int],
         *,
         max_new_tokens: int,
-        sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+        sampling: Sampling = Sampling(),
         eos_ids: tuple[int, ...] = (),
         seed: int = 0,
         implementation: Implementation = None,

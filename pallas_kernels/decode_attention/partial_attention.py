@@ -18,5 +18,5 @@ class PartialAttention(NamedTuple):
     """m, l [B, K, R, 1] and o [B, K, R, H] of R query rows for each KV head, fp32."""
 
     m: Float[Array, "B K R 1"]
-    l: Float[Array, "B K R 1"]  # noqa: E741  # the name of this sum everywhere in the literature
+    l: Float[Array, "B K R 1"]
     o: Float[Array, "B K R H"]

@@ -64,7 +64,7 @@ def test_every_layout_is_read_as_it_was_written(case: str, group: int, tokens: i
     capacity = max((1100 if case == "2 bits, 64" else 120) // block, 1) * block
     q, keys, values, k_hat, v_hat = inputs(case, group, tokens, capacity)
     limits = np.array([[0] * tokens, range(capacity - tokens + 1, capacity + 1), range(33, 33 + tokens)], np.int32)
-    m, l, o = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=capacity)  # noqa: E741
+    m, l, o = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=capacity)
     want_m, want_l, want_o = attention(q, k_hat, v_hat, limits)
     assert np.all(np.asarray(o)[0] == 0)
     assert np.all(np.asarray(l)[0] == 0)

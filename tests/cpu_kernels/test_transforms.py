@@ -29,7 +29,7 @@ def arrays(seed: int = 0):
 
 
 def attend(q, keys, values, limits):
-    m, l, o = attention.decode_attention(q, (K.body, keys), (V.body, values), limits, capacity=CAPACITY)  # noqa: E741
+    m, l, o = attention.decode_attention(q, (K.body, keys), (V.body, values), limits, capacity=CAPACITY)
     return o / l
 
 

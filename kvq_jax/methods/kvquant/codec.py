@@ -6,7 +6,8 @@ The stored arrays are those of arrays/codebook_array.py and arrays/sparse_outlie
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,7 @@ from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.rope import Rope
 
+Description = TypeVar("Description", Reader, Body)  # of the stored arrays, as GPU or CPU kernels take them
 Datatype = Literal["nuq", "nf", "int"]
 Weighting = Literal["fisher_scale", "fisher", "none"]
 
@@ -155,18 +157,17 @@ class KVQuantCodec(Codec):
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
     def kernel_reader(self) -> Reader | str:
-        if self.online:
-            return "each sequence has its own ranges of channels; kernels read those of a calibration"
-        f = self.format
-        pool = f.pool.tokens if f.pool else 0
-        return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
+        return self._described(kernel_readers.nonuniform)
 
     def native_body(self) -> Body | str:
+        return self._described(native_bodies.nonuniform)
+
+    def _described(self, describe: Callable[..., Description | str]) -> Description | str:
         if self.online:
             return "each sequence has its own ranges of channels; kernels read those of a calibration"
         f = self.format
         pool = f.pool.tokens if f.pool else 0
-        return native_bodies.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
+        return describe(f.layout, f.group, scale_dtype=f.scale_dtype, pool=pool, pre_rope=self.pre_rope)
 
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]

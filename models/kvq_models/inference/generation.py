@@ -78,7 +78,7 @@ def generate(
     lengths: Integers | None = None,
     *,
     max_new_tokens: int = 128,
-    sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+    sampling: Sampling = Sampling(),
     eos_ids: tuple[int, ...] = (),
     key: Array | None = None,
     implementation: Implementation = None,
@@ -102,7 +102,7 @@ def generate_stream(
     lengths: Integers | None = None,
     *,
     max_new_tokens: int = 128,
-    sampling: Sampling = Sampling(),  # noqa: B008  # frozen
+    sampling: Sampling = Sampling(),
     eos_ids: tuple[int, ...] = (),
     key: Array | None = None,
     implementation: Implementation = None,

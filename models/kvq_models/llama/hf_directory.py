@@ -77,7 +77,8 @@ class HfDirectory:
         shared: dict[str, str] = {}
         for file in self.weight_files:
             with _opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                names = tensors.keys()
+                for name in names:
                     if name in stored:
                         raise CheckpointError(f"tensor {name!r} is in both {stored[name].file.name!r} and {file.name!r}")
                     header = tensors.get_slice(name)

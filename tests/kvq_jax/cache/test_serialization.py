@@ -91,7 +91,8 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
 def rewritten(path: pathlib.Path, tensors: dict | None = None, header: dict | None = None) -> pathlib.Path:
     """Return the file with tensors replaced (None: removed), header fields changed, and the checksum of what it holds then."""
     with safe_open(path, framework="numpy") as file:
-        held = {name: file.get_tensor(name) for name in file.keys()} | (tensors or {})  # noqa: SIM118  # a safetensors file is no mapping
+        names = file.keys()
+        held = {name: file.get_tensor(name) for name in names} | (tensors or {})
         fields = file.metadata() | (header or {})
     save_tensors(path, {k: v for k, v in held.items() if v is not None}, {k: v for k, v in fields.items() if v is not None})
     return path

@@ -1,0 +1,72 @@
+"""What studies of a model have in common: their command line, and the names of models and the texts that it takes.
+
+Reports and commands name models without the folders of a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Int
+
+from benchmarks.report_file import Report
+from kvq_models.named_models.names import EMBEDDED
+
+R = TypeVar("R", bound=Report)
+
+
+def study_parser(module: str, documentation: str | None, *, plot: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of `python -m module`, with --json and --model; its description is the first line of the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=(documentation or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    where = "where the numbers go; a PNG goes beside it" if plot else "where the numbers go"
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True, help=where)
+    add_model(parser)
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=EMBEDDED, help="a directory, a GGUF file, a Hub id, embedded or smollm2")
+
+
+def run_study(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    run: Callable[[argparse.Namespace], R],
+    draw: Callable[[R], Any] | None = None,
+) -> None:
+    """Write the report of a study, and its plot beside it; what is wrong with the input is one line and exit code 2."""
+    options = parser.parse_args(argv)
+    try:
+        report = run(options)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{error}\n")
+    report.write(options.json)
+    if draw is not None:
+        draw(report).savefig(options.json.with_suffix(".png"), dpi=110)
+    print(options.json)
+
+
+def first_tokens(tokenizer: Any, path: pathlib.Path, count: int) -> Int[np.ndarray, " count"]:
+    """Return the first tokens of a text. ValueError where it has fewer."""
+    ids = np.asarray(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids, np.int32)
+    if len(ids) < count:
+        raise ValueError(f"{path.name} must have {count} tokens; it has {len(ids)}")
+    return ids[:count]
+
+
+def shown(model: str) -> str:
+    """Return the name of a model for a report."""
+    return "the embedded Llama" if model == EMBEDDED else pathlib.Path(model).name
+
+
+def model_words(model: str) -> list[str]:
+    """Return the words of a command for a model; none for the embedded one, which is the default."""
+    return [] if model == EMBEDDED else [f"--model {pathlib.Path(model).name}"]
