@@ -31,8 +31,14 @@ DELAYS = (0.6, 1.5, 0.1, 2.4, 3.5)  # seconds after the message, while the comma
 MOST_SECONDS = 1.5  # to leave: one, and what a busy machine adds
 
 
-# A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one.
-IN_THIS_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+# A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one. A process whose parent ignores Ctrl-C, as
+# shells' background jobs do, would ignore it as well.
+IN_THIS_TERMINAL = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.open(os.ttyname(0), os.O_RDWR)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 class Terminal:
