@@ -10,7 +10,6 @@ import jax
 import pytest
 
 from tests.compile_options import QUICK_FLAGS
-from tests.methods_table import ONE_OF_EACH, MethodCase
 
 # the hook that checks types expects its checker imported
 pytest_plugins = ["tests.fixtures", "tests.type_checker", "tests.worker_resources"]
@@ -42,18 +41,14 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-row-a-method", action="store_true", help="of the table of methods, run the first row of each method only")
+    parser.addoption("--exhaustive", action="store_true", help="run slow tests over all their cases, not over one of each kind")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the longest files to the front; the others keep their order. Leave rows of the table out where that was asked for."""
+    """Sort the longest files to the front; the others keep their order. Leave rows of the table out unless they were asked for."""
     places = {file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
-    if config.getoption("--one-row-a-method"):
-        others = [item for item in items if isinstance(case := _parameters(item).get("case"), MethodCase) and case not in ONE_OF_EACH]
+    if not config.getoption("--exhaustive"):
+        others = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
-
-
-def _parameters(item: pytest.Item) -> dict[str, object]:
-    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

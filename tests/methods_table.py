@@ -85,11 +85,38 @@ METHOD_CASES = (
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 
-ONE_OF_EACH = tuple({case.spec.partition(":")[0]: case for case in reversed(METHOD_CASES)}.values())  # the first row of each method
+# The rows of every run: one of each way to store tokens. The others are variants of these, and run with --exhaustive.
+ONE_OF_EACH = tuple(
+    case
+    for case in METHOD_CASES
+    if case.id
+    in (
+        "dense",
+        "kivi2",
+        "innerq2",
+        "mixed",
+        "int4",
+        "nf4_two_heads",
+        "kvquant4",
+        "squat2",
+        "squat3_pre",
+        "polar44",
+        "xquant4",
+        "xquant_cl2",
+        "innerq2_no_bias",
+    )
+)
 
 
-def cases(*ids: str) -> pytest.MarkDecorator:
-    """Parametrizes a test over the whole table, or over the rows named. The scope puts all tests of a row in a file side by side, which
-    share its compiled programs before they are dropped."""
-    chosen = [case for case in METHOD_CASES if not ids or case.id in ids]
-    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.id, scope="module")
+def cases(*ids: str, every: bool = False) -> pytest.MarkDecorator:
+    """Parametrizes a test over the table, or over the rows named. Of the table, rows outside ONE_OF_EACH run with --exhaustive alone, unless
+    the test is quick, or the one that shows each row at work: `every`.
+
+    The scope puts all tests of a row in a file side by side, which share its compiled programs before they are dropped.
+    """
+    chosen = [
+        pytest.param(case, marks=() if ids or every or case in ONE_OF_EACH else pytest.mark.exhaustive, id=case.id)
+        for case in METHOD_CASES
+        if not ids or case.id in ids
+    ]
+    return pytest.mark.parametrize("case", chosen, scope="module")

@@ -25,7 +25,7 @@ from tests.methods_table import MethodCase, cases
 DIMS = CacheDims(3, 4, 2, 32, 128)
 
 
-@cases()
+@cases(every=True)
 @pytest.mark.parametrize("capacity", [1, 16, 90])
 def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
     for dtype in ("float32", "bfloat16"):
@@ -38,7 +38,7 @@ def test_layout_is_what_is_allocated(case: MethodCase, capacity: int):
         assert kvq.nbytes(promised) == kvq.nbytes(cache) == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
 
-@cases()
+@cases(every=True)
 def test_components_add_up_to_the_cache(case: MethodCase):
     cache = kvq.init_cache(case.spec, DIMS, 2, 90)
     parts = kvq.components(cache)
@@ -49,7 +49,7 @@ def test_components_add_up_to_the_cache(case: MethodCase):
         assert sum(part.bytes for part in parts if part.name == name) == held, name
 
 
-@cases()
+@cases(every=True)
 def test_no_buffer_is_shared(case: MethodCase):
     leaves = [leaf for leaf in jax.tree.leaves(kvq.init_cache(case.spec, DIMS, 2, 90)) if leaf.size]
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)

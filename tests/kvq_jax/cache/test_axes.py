@@ -44,7 +44,7 @@ def last_plan(case: MethodCase) -> LayerPlan:
     return kvq.layout(case.spec, DIMS, 2, CAPACITY, "float32").plans[-1]
 
 
-@cases()
+@cases(every=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_axes_describe_every_array_of_a_cache(case: MethodCase, dtype: str):
     cache = kvq.init_cache(case.spec, DIMS, 2, CAPACITY, dtype)
@@ -60,7 +60,7 @@ def test_axes_describe_every_array_of_a_cache(case: MethodCase, dtype: str):
     assert kvq.nbytes(specs) == kvq.nbytes(cache)
 
 
-@cases()
+@cases(every=True)
 def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
     one, wider, longer = (kvq.axes(case.spec, DIMS, b, s) for b, s in ((2, CAPACITY), (3, CAPACITY), (2, 3 * CAPACITY)))
     assert not misnamed(one, wider, "batch")
@@ -86,7 +86,7 @@ def test_another_name_for_the_tokens_is_noticed(case: MethodCase):
     assert len(misnamed(swapped, longer, "tokens")) == len(jax.tree.leaves(one)), "the batch passes for tokens"
 
 
-@cases()
+@cases(every=True)
 def test_codecs_make_what_they_describe(case: MethodCase):
     """Rows, statistics, bodies of one and of two blocks and accumulators, as the codec's own functions make them."""
     plan, batch = last_plan(case), 2
@@ -120,7 +120,7 @@ def coded(codec: Codec, params: Any, stats: Any, shape: tuple[int, ...]) -> Any:
     return jax.eval_shape(lambda params, stats, rows: codec.quantize(params, stats, rows, prefill=True), params, stats, rows)
 
 
-@cases()
+@cases(every=True)
 def test_parameters_are_what_is_described(case: MethodCase):
     plan = last_plan(case)
     params = layer_runs.parameters_of(plan) or ((), ())

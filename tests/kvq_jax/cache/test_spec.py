@@ -81,7 +81,7 @@ def test_a_name_alone_is_the_method_that_the_registry_has_under_it():
         assert (kvq.parse(name).k, method.name, str(kvq.parse(name))) == (method, name, name)
 
 
-@cases()
+@cases(every=True)
 def test_the_text_of_a_spec_is_stable(case: MethodCase):
     spec = kvq.parse(case.spec)
     assert kvq.parse(str(spec)) == spec

@@ -15,7 +15,7 @@ from tests.methods_table import MethodCase, cases
 TOKENS = 64
 
 
-@cases()
+@cases(every=True)
 def test_a_codec_is_exact_where_rows_come_back_as_they_are_and_counts_the_outliers_that_it_has_slots_for(case: MethodCase):
     plan, _ = empty(case.spec, batch=2)
     whole = sequences(2).window(np.zeros(2, np.int32), np.full(2, TOKENS, np.int32), TOKENS)

@@ -22,7 +22,7 @@ def exact_attention(tokens: Sequences, at: int) -> np.ndarray:
     return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(axis=-1, keepdims=True), v).reshape(b, n, h)
 
 
-@cases()
+@cases(every=True)
 def test_attention_error_is_the_pinned_one(case: MethodCase):
     """Relative error of the last 8 outputs of full rows, half of them prompt and half decoded."""
     plan, state = empty(case.spec)
