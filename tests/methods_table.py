@@ -109,8 +109,8 @@ ONE_OF_EACH = tuple(
 
 
 def cases(*ids: str, every: bool = False) -> pytest.MarkDecorator:
-    """Parametrizes a test over the table, or over the rows named. Of the table, rows outside ONE_OF_EACH run with --exhaustive alone, unless
-    the test is quick, or the one that shows each row at work: `every`.
+    """Parametrizes a test over the table, or over the rows named. Of the table, rows outside ONE_OF_EACH run with --exhaustive alone;
+    `every` takes all of them, for tests that are quick, and for the one that shows each row at work.
 
     The scope puts all tests of a row in a file side by side, which share its compiled programs before they are dropped.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 
 import jax
@@ -11,15 +10,15 @@ import pytest
 
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
-from benchmarks.gpu import kernels, random_bodies, timed_case
+from benchmarks.gpu import random_bodies, timed_case
 from benchmarks.gpu.attention_candidates import MORE_SPECS, SPECS, attention_tasks
 from benchmarks.gpu.device_timing import Timing
-from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.random_bodies import Body, bodies_of, plan_of
 from benchmarks.gpu.report import GpuReport, KernelRow
 from kvq_jax.attention.dispatch import unsupported
 from kvq_jax.methods.registry import METHODS
 from pallas_kernels.launch import Launch
+from tests.exhaustive import some
 
 SHAPE = Shape(1, 128, 64, 2, 2)
 INTERPRETED = (Launch(interpret=True),)
@@ -31,19 +30,19 @@ SERVED = (
 REFUSED = ("xquant", "xquant_cl", "polarquant:grid=global", "kivi:bits=3,group_size=16")
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KernelRow]:
+@pytest.fixture
+def row(spec: str) -> KernelRow:
+    """Return the row of one cache in the benchmark."""
     report = GpuReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
     timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
-    file: pathlib.Path = tmp_path_factory.mktemp("results") / "kernels_cpu.json"
-    cases = [Case("attention", "Llama-3.2-1B", SHAPE)]
-    kernels.run(cases, report, file, timing, launches=INTERPRETED, specs=(*SERVED, *REFUSED, "kivi:bit=2"), threads=2)
-    return {row.candidate: row for row in report.rows}
+    [task] = (task for task in attention_tasks(SHAPE, INTERPRETED, (spec,)) if task.candidate == spec)
+    timed_case.run_case("Llama-3.2-1B", SHAPE, [task], report, lambda: None, timing, threads=1)
+    [row] = report.rows
+    return row
 
 
-@pytest.mark.parametrize("spec", SERVED)
-def test_a_cache_with_kernels_gets_a_time_and_an_error(rows: dict[str, KernelRow], spec: str):
-    row = rows[spec]
+@pytest.mark.parametrize("spec", some(SERVED, ("dense", "nf4", "polarquant", "k=kvquant:bits=3,outliers=0.02+v=kivi:bits=4")))
+def test_a_cache_with_kernels_gets_a_time_and_an_error(row: KernelRow, spec: str):
     assert row.failure == "", row
     assert len(row.samples_ms) == 1
     assert row.idle_ms is not None
@@ -53,17 +52,18 @@ def test_a_cache_with_kernels_gets_a_time_and_an_error(rows: dict[str, KernelRow
 
 
 @pytest.mark.parametrize("spec", REFUSED)
-def test_a_cache_without_kernels_says_why(rows: dict[str, KernelRow], spec: str):
+def test_a_cache_without_kernels_says_why(row: KernelRow, spec: str):
     reason = unsupported(plan_of(spec, SHAPE), 4, 1)
     assert reason
-    assert rows[spec].failure == f"ValueError: {reason}"
-    assert rows[spec].samples_ms == ()
+    assert row.failure == f"ValueError: {reason}"
+    assert row.samples_ms == ()
 
 
-def test_a_spec_that_cannot_be_read_says_what_is_wrong(rows: dict[str, KernelRow]):
+@pytest.mark.parametrize("spec", ["kivi:bit=2"])
+def test_a_spec_that_cannot_be_read_says_what_is_wrong(row: KernelRow, spec: str):
     with pytest.raises(ValueError, match="bit") as found:
-        kvq.parse("kivi:bit=2")
-    assert rows["kivi:bit=2"].failure.startswith(f"ValueError: {str(found.value)[:40]}")
+        kvq.parse(spec)
+    assert row.failure.startswith(f"ValueError: {str(found.value)[:40]}")
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *METHODS])

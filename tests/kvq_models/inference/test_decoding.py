@@ -225,7 +225,7 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
 
 
 def test_prefill_into_a_quantized_cache_peaks_below_the_dense_one():
-    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=3)
+    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=2)
     llama = random_llama(config, dtype=jnp.bfloat16)
     from kvq_models.inference.decoding import prefill_program
 
@@ -289,7 +289,9 @@ def test_prepare_is_the_identity_for_methods_without_parameters_and_refuses_a_ca
 
 @pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq"])
 def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
-    llama = random_llama(tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64), dtype=jnp.bfloat16)
+    llama = random_llama(
+        tiny_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=1), dtype=jnp.bfloat16
+    )
     tokens = random_tokens((1, 300))
     found = {}
     for implementation in ("xla", Launch(interpret=True)):

@@ -11,7 +11,7 @@ from kvq_models import prefill, prepare
 from kvq_models.inference.layer_by_layer import prefill_together
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
-SPECS = ("dense", "innerq:bits=2,sink=4,recent=8,block=8", "squat:rank=3,sink=0,recent=8,block=8", "xquant_cl:base_layer=0,block=8")
+SPECS = ("squat:rank=3,sink=0,recent=8,block=8", "xquant_cl:base_layer=0,block=8")
 LENGTH = 40
 
 
