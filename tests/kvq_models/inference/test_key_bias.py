@@ -11,9 +11,12 @@ import pytest
 import kvq_jax as kvq
 from kvq_models import calibrate, forward, prefill, prepare, save_llama
 from kvq_tools.evaluation.stress import Stress, stressed
+from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, tiny_config
 
 LENGTH = 64
+COLLAPSING = [("int4:block=8", 4), ("innerq:bits=4,sink=0,recent=0,block=8", 2)]  # and how many times the error grows, at least
+EIGHT_BITS = ["int8:block=8,scale_dtype=float32", "int8:block=8,pre_rope=true,scale_dtype=float32"]
 jitted_forward = jax.jit(forward)
 
 
@@ -32,7 +35,7 @@ def cache_error(llama, spec: str) -> float:
     return float(np.abs(np.asarray(logits - jitted_forward(llama, tokens)[:, LENGTH // 2 :])).mean())
 
 
-@pytest.mark.parametrize(("spec", "collapse"), [("int4:block=8", 4), ("innerq:bits=4,sink=0,recent=0,block=8", 2)])
+@pytest.mark.parametrize(("spec", "collapse"), some(COLLAPSING, COLLAPSING[:1]))
 def test_what_collapses_under_a_key_bias_is_restored(spec: str, collapse: float):
     plain, biased = cache_error(stressed_qwen2(0.0), spec), cache_error(stressed_qwen2(50.0), spec)
     restored = cache_error(stressed_qwen2(50.0), f"{spec},subtract_bias=true")
@@ -40,7 +43,7 @@ def test_what_collapses_under_a_key_bias_is_restored(spec: str, collapse: float)
     assert restored < 1.2 * plain, f"{restored:.4f} with the option, {plain:.4f} without a bias"
 
 
-@pytest.mark.parametrize("spec", ["int8:block=8,scale_dtype=float32", "int8:block=8,pre_rope=true,scale_dtype=float32"])
+@pytest.mark.parametrize("spec", some(EIGHT_BITS, EIGHT_BITS[1:]))
 def test_eight_bits_give_the_same_logits_with_and_without_the_option(spec: str):
     llama = stressed_qwen2(0.0)  # which has the biases of its family
     without, with_option = (cache_error(llama, f"{spec}{option}") for option in ("", ",subtract_bias=true"))

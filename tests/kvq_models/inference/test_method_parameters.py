@@ -14,12 +14,20 @@ from kvq_models import decode_step, prefill, prepare, score
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.forward import hidden_states
 from kvq_tools.evaluation.run import measure
+from tests.exhaustive import some
 from tests.kvq_models import calibration_runs
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
 LENGTH = 24
 CL = "xquant_cl:base_layer=0,bits=8,block=8,latent=false"
 KVQUANT = "kvquant:bits=2,outliers=0.1,block=8"
+SERVED = [
+    (KVQUANT, f"{KVQUANT},sink=4,recent=8"),
+    (KVQUANT, f"{KVQUANT},qnorm=true"),
+    (KVQUANT, "kivi:bits=4,block=8"),  # which takes none
+    ("xquant:bits=8,block=8", "xquant:bits=4,block=16,skip_layers=1"),
+    ("int8:subtract_bias=true", "int8"),
+]
 
 
 @functools.cache
@@ -66,13 +74,7 @@ def test_parameters_made_for_other_options_are_refused_by_name(made_for: str, us
 
 @pytest.mark.parametrize(
     ("made_for", "used_with"),
-    [
-        (KVQUANT, f"{KVQUANT},sink=4,recent=8"),
-        (KVQUANT, f"{KVQUANT},qnorm=true"),
-        (KVQUANT, "kivi:bits=4,block=8"),  # which takes none
-        ("xquant:bits=8,block=8", "xquant:bits=4,block=16,skip_layers=1"),
-        ("int8:subtract_bias=true", "int8"),
-    ],
+    some(SERVED, SERVED[1:3]),
 )
 def test_parameters_serve_every_cache_that_needs_the_same_ones_or_none(made_for: str, used_with: str, work):
     llama, tokens = prepared(made_for, work), random_tokens((1, LENGTH))
