@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -30,6 +31,12 @@ CHOICES, LINES, TEXTS = "passage_choices", "passage_lines", "passage_texts"
 def paragraphs() -> list[str]:
     text = (ROOT / "kvq_tools" / "cli" / "passage.txt").read_text()
     return [" ".join(part.split()) for part in text.split("\n\n")]
+
+
+@pytest.fixture
+def make(shallow):
+    """make(**arguments) -> lm-eval's model of a small checkpoint."""
+    return functools.partial(lm_eval_model.KvqLM, shallow)
 
 
 @pytest.fixture
@@ -149,8 +156,8 @@ def test_scores_are_those_of_decoding_and_change_with_the_bits(task_folder):
     assert not any("," in text for _, texts in answers[LINES] + others[LINES] for text in texts)
 
 
-def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(paragraphs):
-    lm = lm_eval_model.KvqLM(batch_size=2)
+def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the_batch(make, paragraphs):
+    lm = make(batch_size=2)
     words = " ".join(paragraphs).split()
     pairs = [(" ".join(words[at : at + length]), " " + words[at + length]) for at, length in ((0, 25), (40, 3), (90, 55), (200, 12))]
     together = lm.loglikelihood(instances(*pairs), disable_tqdm=True)
@@ -160,17 +167,17 @@ def test_results_come_back_in_the_order_of_the_requests_and_do_not_depend_on_the
 
 
 @pytest.mark.parametrize("context", ["decode", "prefill"])
-def test_long_contexts_lose_tokens_on_the_left(paragraphs, context):
-    lm = lm_eval_model.KvqLM(max_length=40, context=context)
+def test_long_contexts_lose_tokens_on_the_left(make, paragraphs, context):
+    lm = make(max_length=40, context=context)
     ids = lm.tok_encode(" ".join(paragraphs))[:120]
     found = lm._loglikelihood_tokens([(None, ids[:110], ids[110:])], disable_tqdm=True)
     assert worst(found, [exact(lm, ids[79:110], ids[110:])]) < 1e-3  # 40 inputs, and the last token
     assert worst(found, [exact(lm, ids[80:110], ids[110:])]) > 1e-3
 
 
-def test_a_prefilled_context_gives_a_method_its_prompt_statistics(paragraphs):
+def test_a_prefilled_context_gives_a_method_its_prompt_statistics(make, paragraphs):
     specs = {"innerq:bits=2,recent=32": "prefill", "innerq:bits=2,recent=32,normalize=false": "decode"}
-    lm, plain = (lm_eval_model.KvqLM(cache=spec) for spec in specs)
+    lm, plain = (make(cache=spec) for spec in specs)
     assert [lm.context, plain.context] == list(specs.values())
     assert lm.get_model_info()["context"] == "prefill"
     ids = lm.tok_encode(" ".join(paragraphs))[:150]
@@ -181,19 +188,19 @@ def test_a_prefilled_context_gives_a_method_its_prompt_statistics(paragraphs):
     assert worst(normed, [exact(lm, ids[:110], ids[110:])]) > 1e-3, "the continuation did not read codes"
 
 
-def test_requests_without_a_prompt_are_refused_where_the_cache_takes_statistics_from_it():
-    lm, plain = (lm_eval_model.KvqLM(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false"))
+def test_requests_without_a_prompt_are_refused_where_the_cache_takes_statistics_from_it(make):
+    lm, plain = (make(cache=f"innerq:bits=2{option}", max_length=40) for option in ("", ",normalize=false"))
     with pytest.raises(ValueError, match="takes statistics from a prompt, and request 1 leaves none"):
         lm._loglikelihood_tokens([(None, [1, 2, 3], [4]), (None, [1], [2, 3])], disable_tqdm=True)
     with pytest.raises(ValueError, match="takes statistics from a prompt"):
         lm.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)
     assert plain.loglikelihood_rolling(instances(("It is a truth",)), disable_tqdm=True)[0] < 0
     with pytest.raises(ValueError, match="context='decode' gives it none"):
-        lm_eval_model.KvqLM(cache="innerq:bits=2", context="decode")
+        make(cache="innerq:bits=2", context="decode")
 
 
-def test_rolling_windows_predict_each_token_once(paragraphs):
-    lm = lm_eval_model.KvqLM(max_length=40)
+def test_rolling_windows_predict_each_token_once(make, paragraphs):
+    lm = make(max_length=40)
     text = " ".join(paragraphs)[:400]
     ids = [lm.prefix_token_id, *lm.tok_encode(text)]
     assert len(ids) > 81
@@ -204,11 +211,11 @@ def test_rolling_windows_predict_each_token_once(paragraphs):
     assert found == pytest.approx([expected], abs=1e-3)
 
 
-def test_generation_is_that_of_generate_and_ends_at_the_first_stop(paragraphs):
+def test_generation_is_that_of_generate_and_ends_at_the_first_stop(make, paragraphs):
     from kvq_jax.cache.cache import init_cache
     from kvq_models.inference.generation import generate
 
-    lm = lm_eval_model.KvqLM()
+    lm = make()
 
     def text(*stops):
         return lm.generate_until(instances((paragraphs[0], {"until": list(stops), "max_gen_toks": 12})), disable_tqdm=True)[0]
@@ -224,9 +231,9 @@ def test_generation_is_that_of_generate_and_ends_at_the_first_stop(paragraphs):
     assert text(late, early) == whole.split(early)[0]
 
 
-def test_sampling_is_that_of_the_task_and_follows_the_seed(paragraphs):
+def test_sampling_is_that_of_the_task_and_follows_the_seed(make, paragraphs):
     def texts(seed, **options):
-        lm = lm_eval_model.KvqLM(seed=seed)
+        lm = make(seed=seed)
         request = (paragraphs[0], {"until": [], "max_gen_toks": 12} | options)
         return lm.generate_until(instances(request, request), disable_tqdm=True)
 
