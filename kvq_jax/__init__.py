@@ -21,6 +21,7 @@ from kvq_jax.cache.accounting import (
     outlier_fraction,
     outlier_totals,
     quantized_tokens,
+    unmet_options,
 )
 from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
 from kvq_jax.cache.overflow import Overflow, overflowed
@@ -80,4 +81,5 @@ __all__ = [
     "save_cache",
     "select_rows",
     "trim",
+    "unmet_options",
 ]

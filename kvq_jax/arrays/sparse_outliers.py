@@ -54,17 +54,17 @@ def outliers_per_side(fraction: float, width: int) -> int:
     """Return the number of outliers on each side of a vector of `width` entries.
 
     These are the entries on or beyond its linearly interpolated quantile of order 1 - fraction / 2. Their number is
-    1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01, and 0 for a fraction of 0. Raises ValueError where the fraction is
-    less than one entry or not below 0.5.
+    1 + floor((width - 1) * fraction / 2): 21 of 4096 entries for 0.01. It is 0 for a fraction that is less than one entry
+    (`smallest_fraction` is the least that is not). Raises ValueError where the fraction is negative or not below 0.5.
     """
-    if fraction == 0:
-        return 0
-    if not 0 < fraction < 0.5:
+    if not 0 <= fraction < 0.5:
         raise ValueError(f"outliers={fraction:g} must be 0, or a fraction below 0.5")
-    if fraction * width < 1:
-        smallest = math.ceil(1e5 / width) / 1e5
-        raise ValueError(f"outliers={fraction:g} is less than one of {width} values; the smallest usable fraction is {smallest:g}")
-    return 1 + math.floor((width - 1) * fraction / 2)
+    return 1 + math.floor((width - 1) * fraction / 2) if fraction * width >= 1 else 0
+
+
+def smallest_fraction(width: int) -> float:
+    """Return the smallest fraction, to five digits, that is an entry of a vector of `width` entries."""
+    return math.ceil(1e5 / width) / 1e5
 
 
 def pool_of(block: int, per_token: float, channels: int, overflows: bool) -> Pool:

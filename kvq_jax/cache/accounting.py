@@ -52,6 +52,12 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
     return bits / elements
 
 
+def unmet_options(cache: Cache) -> tuple[str, ...]:
+    """Return in words what options ask for and the layers of a cache are too small for, each sentence once; a layout is enough."""
+    told = (codec.unmet(plan.heads) for plan in cache.plans for codec in plan.codecs)
+    return tuple(dict.fromkeys(sentence for sentence in told if sentence))
+
+
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
     """Return the share of the body's elements that have a slot for an outlier, averaged over layers and sides."""
     sides = [(plan, codec) for plan in layout(spec, config, 1, 1).plans for codec in plan.codecs]

@@ -198,6 +198,10 @@ class Codec(abc.ABC):
         """Return True where the body holds rows in full precision, so that nothing is quantized."""
         return False
 
+    def unmet(self, heads: int) -> str | None:
+        """Return in words what an option asks for and a layer with K KV heads is too small for, and the remedy; None where nothing is."""
+        return None
+
     def outlier_counts(self, body: Tree) -> OutlierCounts:
         """Count the outliers of a body, as `quantize` returns it.
 

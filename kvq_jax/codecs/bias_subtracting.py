@@ -121,6 +121,9 @@ class BiasSubtracting(Codec):
     def exact(self) -> bool:
         return self.inner.exact
 
+    def unmet(self, heads: int) -> str | None:
+        return self.inner.unmet(heads)
+
     def outlier_counts(self, body: Tree) -> OutlierCounts:
         return self.inner.outlier_counts(body)
 

@@ -173,13 +173,15 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from None
 
 
-def read_config(model: str, *specs: kvq.CacheSpec) -> LlamaConfig:
-    """Read the model's configuration and check that every cache fits it."""
+def read_config(model: str, *specs: kvq.CacheSpec, tell: bool = True) -> LlamaConfig:
+    """Read the model's configuration and check that every cache fits it. tell: warn of options that ask this model for too much."""
     with input_errors():
         config = checkpoint.read_config(model)
         for spec in specs:
-            kvq.layout(spec, config, 1, 1)
+            unmet = kvq.unmet_options(kvq.layout(spec, config, 1, 1))
             check_weights(spec, config)
+            for sentence in unmet if tell else ():
+                warn(f"{spec}: {sentence}")
     return config
 
 

@@ -41,6 +41,8 @@ class KVQuantCodec(Codec):
 
     `format.group` is None where ranges belong to channels (calibrated, so known before a token arrives), and spans the whole KV width where
     they belong to tokens. per_side: the outliers among a token's largest entries, and among its smallest, for thresholds of tokens.
+    outliers: their fraction; 0 where each token has thresholds of its own and the option, then `unmet_outliers`, is less than one of its
+    entries.
     Parameters, by name:
 
         levels [2^bits]       the codebook that codes are chosen from (datatype nuq)
@@ -64,6 +66,7 @@ class KVQuantCodec(Codec):
     qnorm: bool
     pre_rope: bool
     online: bool = False
+    unmet_outliers: float | None = None
 
     @property
     def per_channel(self) -> bool:
@@ -137,6 +140,16 @@ class KVQuantCodec(Codec):
     def outlier_slots(self, heads: int) -> float:
         pool = self.format.pool
         return pool.slots / pool.tokens if pool else 0
+
+    def unmet(self, heads: int) -> str | None:
+        if self.unmet_outliers is None:
+            return None
+        width, rows = heads * self.format.channels, {"k": "keys", "v": "values"}[self.side]
+        least = sparse_outliers.smallest_fraction(width)
+        return (
+            f"{rows} have no outliers in full precision: outliers={self.unmet_outliers:g} is less than one of a token's {width} entries; "
+            f"from outliers={least:g} on they do"
+        )
 
     def outlier_counts(self, body: CodebookArray) -> OutlierCounts:
         assert body.outliers is not None, "a format with slots stores outliers"

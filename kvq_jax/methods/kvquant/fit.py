@@ -34,7 +34,7 @@ def parameters(
     """Return everything that `KVQuantCodec.parameters` may ask for, fp32.
 
     levels: entries of the codebook; None leaves it (and qnorm) out. per_side: outliers among a token's largest entries, and among its
-    smallest; 0 for no outliers at all. weighting: fisher_scale, fisher or none.
+    smallest. outliers: their fraction, 0 for none. weighting: fisher_scale, fisher or none.
 
     Raises ValueError where rows or gradients are not finite, where there are fewer than two tokens, or where all gradients are 0.
     """
@@ -65,7 +65,7 @@ def parameters(
 def _thresholds(x: Wide, per_channel: bool, per_matrix: bool, outliers: float, per_side: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (lower, upper), which broadcast against x. Elements outside them are outliers."""
     axis = None if per_matrix else 0 if per_channel else 1
-    if not per_side:
+    if not outliers:
         return x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
     if per_channel or per_matrix:
         low, high = np.percentile(x, [50 * outliers, 100 - 50 * outliers], axis=axis, keepdims=True)

@@ -72,19 +72,23 @@ class KVQuant(Method):
         bits = at_layer(self.k_bits if side == "k" else self.v_bits, layer) or at_layer(self.bits, layer)
         axis = self.k_axis if side == "k" else self.v_axis
         group = channel_group(0, heads, head_dim) if axis == "token" else None
-        per_side = outliers_per_side(self.outliers, heads * head_dim)
+        width = heads * head_dim
+        per_side = outliers_per_side(self.outliers, width)
         static = axis == "channel" or self.thresholds == "matrix"  # so the data decide how many outliers a token has
-        per_token = min(2 * per_side * (self.slots if static else 1), heads * head_dim)
-        pool = pool_of(block, per_token, head_dim, static) if per_side else None
+        outliers = self.outliers if static or per_side else 0.0
+        of_paper = 2 * per_side or outliers * width  # tokens that share slots can have less than one each
+        per_token = min(of_paper * (self.slots if static else 1), width)
+        pool = pool_of(block, per_token, head_dim, static) if outliers else None
         return KVQuantCodec(
             side=side,
             format=CodebookFormat(bits, head_dim, block, group, pool, self.scale_dtype),
             datatype=self.datatype,
             weighting=self.weighting,
-            outliers=self.outliers,
+            outliers=outliers,
             per_side=per_side,
             per_matrix=self.thresholds == "matrix",
             qnorm=self.qnorm,
             pre_rope=self.pre_rope and side == "k",
             online=self.online and axis == "channel",
+            unmet_outliers=None if outliers == self.outliers else self.outliers,
         )

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     if options.text is not None:
         raise UserError("--text is for --outliers")
     options.cache = options.cache or inputs.cache_spec("dense")
-    config = inputs.read_config(options.model, options.cache)
+    config = inputs.read_config(options.model, options.cache, tell=False)
     context = options.context or config.max_position_embeddings
     cache = kvq.layout(options.cache, config, 1, context)
     biases = key_biases(options.model, config)
@@ -262,6 +262,7 @@ def warnings(config: LlamaConfig, cache: kvq.Cache, biases: list[np.ndarray] | N
         )
     if config.head_dim not in kernel_readers.HEAD_DIMS:
         problems.append(f"head_dim {config.head_dim} fits no GPU kernel; attention on a GPU runs on the XLA path")
+    problems += kvq.unmet_options(cache)
     return problems + _padding_warnings(cache) + _bias_warnings(cache, biases)
 
 

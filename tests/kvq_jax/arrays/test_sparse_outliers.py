@@ -10,7 +10,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.arrays import sparse_outliers
-from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
+from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of, smallest_fraction
 from kvq_jax.cache.accounting import OutlierTotals
 from kvq_jax.cache.cache import CacheDims
 from tests.kvq_jax.cache_runs import filled
@@ -110,7 +110,6 @@ def test_slots_are_those_of_the_papers_quantile_rule(fraction: float, width: int
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("kvquant:outliers=0.001", r"outliers=0.001 is less than one of 64 values; the smallest usable fraction is 0.01563"),
         ("kvquant:outliers=0.7", "must be 0, or a fraction below 0.5"),
         ("kvquant:outliers=-0.1", "outliers=-0.1 must be finite and not negative"),
         ("kvquant:outliers=some", "cannot be read; expected float"),
@@ -128,9 +127,23 @@ def test_options_that_fit_no_cache_are_refused_in_one_line(spec: str, message: s
 
 def test_a_fraction_that_is_named_as_usable_is_usable():
     for width in (48, 64, 100, 1000, 1024):
-        with pytest.raises(ValueError, match="smallest usable") as refused:
-            outliers_per_side(1e-5, width)
-        assert outliers_per_side(float(str(refused.value).rsplit(" ", 1)[1]), width) == 1
+        assert outliers_per_side(smallest_fraction(width), width) == 1
+        assert outliers_per_side(smallest_fraction(width) - 1e-5, width) == 0
+
+
+def test_where_a_fraction_is_less_than_one_entry_keys_share_slots_and_values_have_none():
+    dims = CacheDims(1, 4, 2, 32, 128)  # 64 entries a token: one is 1.6 %
+    cache = kvq.layout("kvquant", dims, 1, 64)
+    keys, values = (codec.outlier_slots(2) for codec in cache.plans[0].codecs)
+    assert keys == pytest.approx(0.01 * 64 * 2.25, abs=1 / 32), "keys: the fraction times `slots`, rounded up for a pool of 32 tokens"
+    assert values == 0, "a token of values cannot have less than one outlier"
+    (told,) = kvq.unmet_options(cache)
+    assert "values have no outliers" in told, "said for the side that it is true of"
+    remedy = float(told.rsplit("outliers=", 1)[1].split()[0])
+    assert not kvq.unmet_options(kvq.layout(f"kvquant:outliers={remedy}", dims, 1, 64)), "the remedy that is named is one"
+    for spec in ("kvquant:thresholds=matrix", "kvquant:outliers=0"):
+        assert not kvq.unmet_options(kvq.layout(spec, dims, 1, 64)), f"{spec} has what it asks for"
+    assert sum(c.outlier_slots(2) for c in kvq.layout("kvquant:outliers=0", dims, 1, 64).plans[0].codecs) == 0
 
 
 def test_dropped_outliers_of_live_tokens_are_counted():

@@ -86,6 +86,19 @@ def test_calibrate_prints_a_table_a_summary_and_how_to_go_on(model, tmp_path, ru
     assert "kvq: fitting, 1 ..." in err
 
 
+def test_the_default_fraction_of_outliers_serves_a_model_where_it_is_less_than_one_value_and_that_is_said(model, tmp_path, run, run_json):
+    spec, out, told = "kvquant:bits=2,block=8", tmp_path / "f", "values have no outliers in full precision: outliers=0.01 is less than one"
+    code, _, err = run(*request(model, out, spec=spec))
+    assert (code, told in err) == (0, True), err
+    found = run_json("generate", model, "--prompt", PROMPT, "--cache", spec, "--calibration", out, "--max-new-tokens", 8)
+    assert found["quantized_tokens"] > 0
+    (warning,) = run_json("doctor", model, "--cache", spec, "--calibration", out)["warnings"][-1:]
+    assert told in warning, warning
+    enough = warning.rsplit("outliers=", 1)[1].split()[0]
+    code, _, err = run("doctor", model, "--cache", f"{spec},outliers={enough}")
+    assert (code, told in err) == (0, False), "the remedy that is named is one"
+
+
 def test_a_named_work_directory_is_kept_and_calibrates_another_cache_without_the_model(model, tmp_path, run_json, monkeypatch):
     work = ("--work", tmp_path / "w")
     run_json(*request(model, tmp_path / "two", *work))
@@ -126,7 +139,7 @@ BEFORE_WEIGHTS = {
     "no text": (("--text", "{tmp}/none"), "none"),
     "binary text": (("--text", "{tmp}/binary"), "not UTF-8"),
     "cache that needs none": (("--cache", "kivi:block=8"), "needs no calibration"),
-    "cache that does not fit": (("--cache", "kvquant:outliers=0.001"), "outliers=0.001"),
+    "cache that does not fit": (("--cache", "kvquant:outliers=0.7"), "outliers=0.7"),
     "unknown method": (("--cache", "kvquent"), "unknown cache method 'kvquent'"),
     "out in no directory": (("--out", "{tmp}/none/f"), "must be a file in a directory that exists"),
     "out is a directory": (("--out", "{tmp}"), "must be a file"),
