@@ -119,7 +119,7 @@ def read_windows(options: argparse.Namespace, config: LlamaConfig) -> np.ndarray
         raise UserError(f"{options.text!r} holds no text")
     ids = inputs.encode(tokenizer, beginning)[:TOKENS]
     inputs.check_tokens(ids, config)
-    length = min(ROW, config.max_position_embeddings, len(ids))
+    length = min(ROW, config.positions, len(ids))
     if len(ids) < FEW:
         warn(f"{Path(options.text).name} has {len(ids)} tokens only; means over so few say little")
     return np.array(ids[: len(ids) // length * length]).reshape(-1, length)

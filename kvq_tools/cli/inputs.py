@@ -267,7 +267,9 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
 
 
 def warn_beyond(tokens: int, config: LlamaConfig) -> None:
-    """Warn where a model meets more tokens than it was trained for."""
+    """Warn where a model meets more tokens than it was trained for; UserError where they are beyond its sliding window."""
+    with input_errors():
+        config.check_window(tokens)
     if tokens > config.max_position_embeddings:
         warn(f"{tokens} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
 

@@ -17,8 +17,9 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs
-from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress, warn
 from kvq_tools.cli.tables import print_table
+from kvq_tools.evaluation.tasks.filler import NoRoomError
 from kvq_tools.evaluation.tasks.runner import Answer, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
 
@@ -75,7 +76,8 @@ def add_generator_arguments(parser: argparse.ArgumentParser, text: str | None = 
         "--lengths",
         metavar="L,L",
         type=_integers,
-        help=f"tokens of prompt and answer (default: a quarter, a half and all of the model's positions, of at most {MOST_LENGTH})",
+        help=f"tokens of prompt and answer (default: a quarter, a half and all of the model's positions, of at most {MOST_LENGTH}, "
+        "as far as the question fits)",
     )
     if text is not None:
         parser.add_argument("--depths", metavar="D,D", type=_shares, help="where the fact stands, 0 to 1 (default: 0,0.25,0.5,0.75,1)")
@@ -101,16 +103,33 @@ def _shares(text: str) -> tuple[float, ...]:
     return depths
 
 
-def generator_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
-    """Return lengths, count and seed, for a task's `generated`."""
-    most = min(config.max_position_embeddings, MOST_LENGTH)
-    return {"lengths": options.lengths or (most // 4, most // 2, most), "count": options.limit or SAMPLES, "seed": options.seed}
+def hiding_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return depths and text, for the `generated` of a task that hides facts."""
+    return {"depths": options.depths or DEPTHS, "text": None if options.text is None else inputs.read_text(options.text)}
 
 
-def hiding_settings(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
-    """Return lengths, depths, count, seed and text, for a task's `generated`."""
-    text = None if options.text is None else inputs.read_text(options.text)
-    return generator_settings(options, config) | {"depths": options.depths or DEPTHS, "text": text}
+def generated(options: argparse.Namespace, config: LlamaConfig, make: Callable[..., list[Sample]]) -> list[Sample]:
+    """Return make(lengths=, count=, seed=), a task's own samples. Of the default lengths, those that are too short for the question are
+    left out, and a warning says so; UserError names the remedy where none is left, or where one that was asked for does not do."""
+    most = min(config.positions, MOST_LENGTH)
+    samples, short, needed = [], [], 0
+    for length in options.lengths or (most // 4, most // 2, most):
+        try:
+            samples += make(lengths=(length,), count=options.limit or SAMPLES, seed=options.seed)
+        except NoRoomError as error:
+            short, needed = [*short, length], length + error.lacking
+            if options.lengths:
+                raise UserError(f"--lengths {length}: {error}; {needed} would do, or fewer --max-new-tokens") from error
+    if not samples and needed <= config.positions:
+        raise UserError(f"prompt and answer take at least {needed} tokens, and the longest default is {most}: give --lengths {needed}")
+    if not samples:
+        raise UserError(
+            f"prompt and answer take at least {needed} tokens, and the model was trained for {config.positions} positions; "
+            f"--max-new-tokens, now {options.max_new_tokens or 'the default'}, is a part of them"
+        )
+    if short:
+        warn(f"no samples of {' and '.join(map(str, short))} tokens: the question needs about {needed}; --lengths names others")
+    return samples
 
 
 def refuse_beside_data(options: argparse.Namespace, *names: str) -> None:

@@ -107,9 +107,9 @@ class KvqLM(TemplateLM):
         llama, self.tokenizer = load_llama(pretrained, dtype=dtype)
         if self.tokenizer is None:
             raise ValueError(f"{str(pretrained)!r} has no tokenizer, which is needed to read requests")
-        self.max_length = max_length or llama.config.max_position_embeddings
-        if not 1 <= self.max_length <= llama.config.max_position_embeddings:
-            raise ValueError(f"{max_length=} must be between 1 and the model's {llama.config.max_position_embeddings} positions")
+        self.max_length = max_length or llama.config.positions
+        if not 1 <= self.max_length <= llama.config.positions:
+            raise ValueError(f"{max_length=} must be between 1 and the model's {llama.config.positions} positions")
         self.llama = prepare(llama, self.spec, calibration)
         self.needs_prompt = kvq.has_prompt_statistics(self.spec, llama.config)
         if self.needs_prompt and context == "decode":

@@ -131,7 +131,7 @@ def check_request(
     step: int = STEP,
 ) -> Settings:
     """Check a request as far as it needs no weights, and return it with its defaults. Raises as `evaluate_caches`."""
-    window = min(MOST_WINDOW, config.max_position_embeddings) if window is None else window
+    window = min(MOST_WINDOW, config.positions) if window is None else window
     stride = max(1, window // 2) if stride is None else stride
     if mode not in MODES:
         raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")

@@ -157,7 +157,7 @@ def widened(config: LlamaConfig) -> LlamaConfig:
 
 def _turns_as_before(config: LlamaConfig) -> bool:
     """Return whether pair 2i of the wider heads has the frequency of pair i."""
-    capacity = config.max_position_embeddings
+    capacity = config.positions
     before, after = (np.asarray(rope_for(c, capacity).inverse_frequencies) for c in (config, widened(config)))
     return np.allclose(after[::2], before, rtol=1e-6, atol=0)
 

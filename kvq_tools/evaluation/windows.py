@@ -46,8 +46,8 @@ def check_windows(config: LlamaConfig, token_ids: Integers, window: int, stride:
         raise ValueError(f"token id {ids[at]} at position {at} is outside the vocabulary of {config.vocab_size}")
     if window < 2:
         raise ValueError(f"a window of {window} predicts nothing: give at least two tokens")
-    if window > config.max_position_embeddings:
-        raise ValueError(f"a window of {window} tokens is beyond the {config.max_position_embeddings} positions of the model")
+    if window > config.positions:
+        raise ValueError(f"a window of {window} tokens is beyond the {config.positions} positions of the model")
     if not 1 <= stride <= window:
         raise ValueError(f"a stride of {stride} tokens must be between 1 and the window of {window}: other tokens would not be scored")
     if not 0 <= prompt < min(window, ids.size):

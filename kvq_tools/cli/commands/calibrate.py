@@ -13,7 +13,7 @@ from kvq_models.calibration.file import Calibration, save_calibration
 from kvq_models.calibration.store import Store
 from kvq_models.llama.checkpoint import load_llama
 from kvq_tools.cli import inputs, interruption
-from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress, warn
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
 SAMPLES, LENGTH = 16, 2048  # as in KVQuant
@@ -91,9 +91,8 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
     config = inputs.read_config(options.model, options.cache)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
-    length = options.length or min(LENGTH, config.max_position_embeddings)
-    if length > config.max_position_embeddings:
-        warn(f"samples of {length} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+    length = options.length or min(LENGTH, config.positions)
+    inputs.warn_beyond(length, config)
     tokenizer = inputs.need_tokenizer(options.model, "read the text")
     ids = inputs.encode(tokenizer, inputs.read_text(options.text))
     with input_errors():

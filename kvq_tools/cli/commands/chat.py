@@ -100,7 +100,7 @@ def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:
     tokenizer = inputs.need_tokenizer(options.model, "read what is said")
     opening = [] if options.system is None else [{"role": "system", "content": options.system}]
     inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
-    capacity = options.capacity or min(MOST_CAPACITY, config.max_position_embeddings)
+    capacity = options.capacity or min(MOST_CAPACITY, config.positions)
     inputs.warn_beyond(capacity, config)
     layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options))
     inputs.check_memory(layout)

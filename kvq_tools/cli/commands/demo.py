@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
 
 def make_task(ids: list[int], config: LlamaConfig, context: int, new_tokens: int) -> DemoTask:
     """Split a text of at most `context` tokens in the middle."""
-    ids = ids[: min(context, config.max_position_embeddings)]
+    ids = ids[: min(context, config.positions)]
     inputs.check_tokens(ids, config)
     if len(ids) < FEWEST_TOKENS:
         raise UserError(f"the demo needs a text and a context of at least {FEWEST_TOKENS} tokens, and has {len(ids)}")

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--text is for --outliers")
     options.cache = options.cache or inputs.cache_spec("dense")
     config = inputs.read_config(options.model, options.cache, tell=False)
-    context = options.context or config.max_position_embeddings
+    context = options.context or config.positions
     cache = kvq.layout(options.cache, config, 1, context)
     biases = key_biases(options.model, config)
     calibration, missing = calibration_state(options.model, config, cache.spec, options.calibration)
@@ -154,7 +154,7 @@ def facts(config: LlamaConfig, spec: kvq.CacheSpec, hf: dict[str, Any], biases: 
         "qk_norm": f"yes; {normed}" if config.qk_norm else "none",
         "rope": f"{config.rope.rope_type}, theta {config.rope.theta:g}"
         + (f", factor {config.rope.factor:g}" if config.rope.factor != 1 else ""),
-        "sliding_window": _sliding_window(hf),
+        "sliding_window": _sliding_window(config, hf),
         "outliers": _outliers(config, spec),
         "k_proj_bias": _bias_in_words(config, biases) + ("; subtracted before keys are quantized" if spec.subtract_bias else ""),
         "prompt_statistics": "fixed by the first prompt of a sequence" if kvq.has_prompt_statistics(spec, config) else "none",
@@ -175,8 +175,12 @@ def _outliers(config: LlamaConfig, spec: kvq.CacheSpec) -> str:
     )
 
 
-def _sliding_window(hf: dict[str, Any]) -> str:
-    """Describe the sliding window. An active one is refused when the config is read, so what is left has no effect."""
+def _sliding_window(config: LlamaConfig, hf: dict[str, Any]) -> str:
+    if config.sliding_window is not None:
+        return (
+            f"{config.sliding_window} in {len(config.windowed_layers)} layers, and not computed: sequences of up to "
+            f"{config.sliding_window} tokens are served, of the {config.max_position_embeddings} positions"
+        )
     window = hf.get("sliding_window")
     return "none" if window is None else f"{window} in config.json, inactive: every layer attends to all tokens"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,11 @@ def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> 
     if options.capacity is not None and options.capacity < need:
         raise UserError(f"{prompt} prompt + {options.max_new_tokens} new tokens are {need}, over --capacity {options.capacity}")
     inputs.warn_beyond(need, config)
-    return options.capacity or inputs.round_up(need, CAPACITY_STEP)
+    if options.capacity is None:
+        return min(inputs.round_up(need, CAPACITY_STEP), config.sliding_window or sys.maxsize)
+    with input_errors():
+        config.check_window(options.capacity)
+    return options.capacity
 
 
 def _generated(generation: TimedGeneration, continuation: Continuation, steps: int, show: bool) -> tuple[list[int], Cache, bool]:

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
-    context = options.context or config.max_position_embeddings
+    context = options.context or config.positions
     inputs.warn_beyond(context, config)
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, task_runs
@@ -48,8 +49,10 @@ def run(options: argparse.Namespace) -> None:
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
             return niah.from_file(options.data, prompts, limit=options.limit, suffix=options.suffix, max_new_tokens=new)
-        settings = task_runs.hiding_settings(options, config)
-        return niah.generated(prompts, kind, **settings, suffix=options.suffix, max_new_tokens=new)
+        hiding = task_runs.hiding_settings(options)
+        return task_runs.generated(
+            options, config, partial(niah.generated, prompts, kind, **hiding, suffix=options.suffix, max_new_tokens=new)
+        )
 
     settings = {
         "kind": None if options.data else kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, task_runs
@@ -35,7 +36,8 @@ def run(options: argparse.Namespace) -> None:
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
             return passkey.from_file(options.data, prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
-        return passkey.generated(prompts, **task_runs.hiding_settings(options, config), max_new_tokens=options.max_new_tokens)
+        make = partial(passkey.generated, prompts, **task_runs.hiding_settings(options), max_new_tokens=options.max_new_tokens)
+        return task_runs.generated(options, config, make)
 
     settings = {"data": options.data, "text": options.text, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
     task_runs.run_task(options, task_runs.TaskRun("passkey", passkey.TASK, passkey.RULES, samples, ("length", "depth"), settings))

@@ -118,13 +118,13 @@ def _made(options: argparse.Namespace) -> schema.Report:
         candidates = [times.PreparedCache(name, spec, prepare(plain, spec, file)) for (name, spec), file in prepared]
     for name, spec in options.cache:
         text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
-    sample = min(options.sample, text.ids.size, config.max_position_embeddings)
+    sample = min(options.sample, text.ids.size, config.positions)
     plan = Plan(options.model, options.text, command(options, settings, shown), settings, options.buckets, shown, options.steps, sample)
     return collect(plan, plain, candidates, text, bar)
 
 
 def _contexts(options: argparse.Namespace, config: LlamaConfig) -> tuple[int, ...]:
-    positions = config.max_position_embeddings
+    positions = config.positions
     chosen = options.contexts
     if chosen is None:
         reached = [n for n in CONTEXTS if options.steps < n < positions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, task_runs
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     def samples(prompts: Prompts, config: LlamaConfig) -> list[Sample]:
         if options.data is not None:
             return niah.from_file(options.data, prompts, limit=options.limit, max_new_tokens=new)
-        return ruler.generated(prompts, kind, **task_runs.generator_settings(options, config), max_new_tokens=new)
+        return task_runs.generated(options, config, partial(ruler.generated, prompts, kind, max_new_tokens=new))
 
     rules = niah.FILE_RULES if options.data else ruler.RULES[kind] | ruler.SCORING
     settings = {"kind": None if options.data else kind, "data": options.data, "seed": options.seed, "max_new_tokens": new}

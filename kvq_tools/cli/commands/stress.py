@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
 
 def compared(before: Llama, after: Llama) -> tuple[float, float]:
     """Return (the largest difference of a logit, the largest logit) with exact attention on random tokens."""
-    length = min(PROBE_TOKENS, before.config.max_position_embeddings)
+    length = min(PROBE_TOKENS, before.config.positions)
     tokens = np.random.default_rng(0).integers(0, before.config.vocab_size, (1, length)).astype(np.int32)
     logits = [np.asarray(jax.jit(forward)(llama, tokens)) for llama in (before, after)]
     return float(np.abs(logits[1] - logits[0]).max()), float(np.abs(logits[0]).max())

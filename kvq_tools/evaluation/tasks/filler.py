@@ -11,14 +11,22 @@ DULL = "The grass is green. The sky is blue. The sun is yellow. Here we go. Ther
 CLOSE = 4  # tokens that a prompt may stay below its length where one unit more might still fit
 
 
+class NoRoomError(ValueError):
+    """Raised where a prompt is too long even without filler. lacking: the tokens by which it is."""
+
+    def __init__(self, tokens: int, budget: int):
+        super().__init__(f"a prompt without filler has {tokens} tokens already, and {budget} are left for it")
+        self.lacking = tokens - budget
+
+
 def fitted(build: Callable[[int], list[int]], most: int, budget: int) -> list[int]:
     """Return build(n), the tokens of a prompt with n units of filler, for about the largest n <= most that gives at most `budget` tokens.
 
-    Searched with guesses by proportion. ValueError where even n = 0 is too long.
+    Searched with guesses by proportion. NoRoomError where even n = 0 is too long.
     """
     low, high, ids = 0, most + 1, build(0)
     if len(ids) > budget:
-        raise ValueError(f"a prompt without filler has {len(ids)} tokens already, and {budget} are asked for")
+        raise NoRoomError(len(ids), budget)
     per_unit = 1.0
     while high - low > 1 and budget - len(ids) > CLOSE:
         guess = min(max(low + int((budget - len(ids)) / per_unit), low + 1), high - 1)

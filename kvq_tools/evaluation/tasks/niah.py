@@ -181,7 +181,7 @@ def _sample(
 
     ids = fitted(build, len(haystack), budget)
     if len(ids) < 0.8 * budget and kind.haystack == "text":
-        raise ValueError(f"the text has {len(pieces)} sentences, too few to fill {length} tokens")
+        raise ValueError(f"the text has {len(pieces)} sentences, too few to fill {length} tokens: give a longer one, or shorter lengths")
     facts = {"needles": needles.needles()}
     return Sample(tuple(ids), needles.answers, max_new_tokens, {"length": length, "depth": depth}, facts)
 

@@ -83,7 +83,7 @@ def _sample(prompts: Prompts, length: int, depth: float, rng: np.random.Generato
     filler = dull * (budget // len(dull) + 1) if text is None else excerpt(words(text), max(budget, 0), rng)
     ids = fitted(lambda n: prompts.ids(question(key, filler[:n], depth), ANSWER_PREFIX), len(filler), budget)
     if len(ids) < 0.9 * budget:
-        raise ValueError(f"the text has {len(filler)} words, too few to fill {length} tokens")
+        raise ValueError(f"the text has {len(filler)} words, too few to fill {length} tokens: give a longer one, or shorter lengths")
     return Sample(tuple(ids), (key,), max_new_tokens, {"length": length, "depth": depth}, {"key": key})
 
 

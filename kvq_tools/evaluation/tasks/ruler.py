@@ -103,7 +103,7 @@ def _sample(prompts: Prompts, kind: str, length: int, rng: np.random.Generator, 
     puzzle = KINDS[kind](length, rng)
     ids = fitted(lambda n: prompts.ids(puzzle.question(n), puzzle.prefix), puzzle.most, budget)
     if len(ids) < 0.8 * budget:
-        raise ValueError(f"{kind} has too few different words to fill {length} tokens")
+        raise ValueError(f"{kind} has too few different words to fill {length} tokens: give shorter lengths")
     return Sample(tuple(ids), puzzle.answers, max_new_tokens, {"length": length})
 
 

@@ -41,10 +41,10 @@ def check_samples(samples: Sequence[Sample], config: LlamaConfig) -> None:
         if outside:
             raise ValueError(f"sample {index} has token id {outside[0]}, outside the model's vocabulary of {config.vocab_size}")
         need = len(sample.prompt) + sample.max_new_tokens
-        if need > config.max_position_embeddings:
+        if need > config.positions:
             raise ValueError(
                 f"sample {index} needs {need} tokens ({len(sample.prompt)} prompt + {sample.max_new_tokens} new), and the model was "
-                f"trained for {config.max_position_embeddings} positions"
+                f"trained for {config.positions} positions: take a shorter one, or fewer new tokens"
             )
 
 
@@ -53,7 +53,7 @@ def capacity(sample: Sample, config: LlamaConfig) -> int:
     to compile; within the model's positions, on which dynamic RoPE depends."""
     need = len(sample.prompt) + sample.max_new_tokens
     step = max(SHORTEST, 2 ** (max(need - 1, 1).bit_length() - 1) // 4)
-    return min(-(-need // step) * step, config.max_position_embeddings)
+    return min(-(-need // step) * step, config.positions)
 
 
 def run(

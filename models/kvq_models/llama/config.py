@@ -99,6 +99,9 @@ class RopeConfig:
 class LlamaConfig:
     """Sizes and options of one model. Static and hashable: safe as metadata of a jitted function's arguments.
 
+    sliding_window: the tokens that each token of the `windowed_layers` attends to, itself included; None where all layers attend to all.
+    It is not computed: up to so many tokens it changes nothing, and longer sequences are refused (`check_window`).
+
     Raises NotImplementedError for another model_type; ValueError for values that are not positive or not finite, and for head counts
     that do not divide.
     """
@@ -111,6 +114,8 @@ class LlamaConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
+    sliding_window: int | None = None
+    windowed_layers: tuple[int, ...] = ()
     model_type: str = "llama"
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
@@ -142,16 +147,32 @@ class LlamaConfig:
         if self.rope.rope_type == "dynamic" and self.head_dim == 2:
             raise ValueError("config field head_dim=2 is too small for rope_type='dynamic'")
         _check_positive("rms_norm_eps", self.rms_norm_eps)
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"config field sliding_window={self.sliding_window} must be positive")
+
+    @property
+    def positions(self) -> int:
+        """Return the tokens up to which a sequence is computed as in training: max_position_embeddings, or a shorter sliding window."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    def check_window(self, tokens: int) -> None:
+        """Raise ValueError where a sequence of so many tokens is longer than the sliding window, which is not computed."""
+        if self.sliding_window is not None and tokens > self.sliding_window:
+            raise ValueError(
+                f"{tokens} tokens are beyond the sliding window of {self.sliding_window} that layers of this model attend to, which is not "
+                f"computed: sequences of up to {self.sliding_window} tokens are served"
+            )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> LlamaConfig:
         """Return the configuration that the contents of a config.json describe.
 
         Raises ValueError for a missing or malformed field; NotImplementedError for a model_type, architecture, RoPE type, activation,
-        quantization or active sliding window that this model does not compute.
+        quantization or kind of layer that this model does not compute.
         """
         family = _family(hf)
-        _refuse_unsupported(hf, family)
+        _refuse_unsupported(hf)
+        window, windowed = _sliding_window(hf, family)
         heads = _required(hf, "num_attention_heads", int)
         hidden = _required(hf, "hidden_size", int)
         attention_bias = _optional(hf, "attention_bias", bool, False)
@@ -165,6 +186,8 @@ class LlamaConfig:
             num_key_value_heads=_key_value_heads(hf, heads),
             head_dim=_head_dim(hf, family, hidden, heads),
             max_position_embeddings=_required(hf, "max_position_embeddings", int),
+            sliding_window=window,
+            windowed_layers=windowed,
             rms_norm_eps=_required(hf, "rms_norm_eps", float),
             tie_word_embeddings=_optional(hf, "tie_word_embeddings", bool, False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -194,7 +217,7 @@ class LlamaConfig:
             "mlp_bias": self.mlp_bias,
             "rope_theta": self.rope.theta,
             "rope_scaling": _rope_to_hf(self.rope),
-            "sliding_window": None,
+            **self._window_to_hf(),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_many(self.eos_token_ids),
             "pad_token_id": self.pad_token_id,
@@ -205,6 +228,12 @@ class LlamaConfig:
         if lost:
             raise ValueError(f"a config.json of model_type={self.model_type!r} cannot express {', '.join(lost)}")
         return hf
+
+    def _window_to_hf(self) -> dict[str, Any]:
+        if self.sliding_window is None or self.model_type == "mistral":
+            return {"sliding_window": self.sliding_window}
+        kinds = ["sliding_attention" if i in self.windowed_layers else "full_attention" for i in range(self.num_hidden_layers)]
+        return {"sliding_window": self.sliding_window, "use_sliding_window": True, "layer_types": kinds}
 
 
 _SIZES = (
@@ -287,33 +316,31 @@ def _head_dim(hf: Mapping[str, Any], family: _Family, hidden: int, heads: int) -
 # --- refusing what would be computed wrongly --------------------------------------------------------------------------------------------
 
 
-def _refuse_unsupported(hf: Mapping[str, Any], family: _Family) -> None:
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if (hidden_act := hf.get("hidden_act", "silu")) != "silu":
         raise NotImplementedError(f"config field {hidden_act=} is not supported; supported: silu")
     if hf.get("quantization_config") is not None:
         raise NotImplementedError("config field quantization_config is present: only unquantized checkpoints are supported")
     if (partial_rotary_factor := hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise NotImplementedError(f"config field {partial_rotary_factor=} is not supported; supported: 1.0 (every channel rotates)")
-    _refuse_sliding_window(hf, family)
 
 
-def _refuse_sliding_window(hf: Mapping[str, Any], family: _Family) -> None:
-    """Refuse an active sliding window. One that no layer uses, or that is as long as the model's context, changes nothing and passes."""
-    layer_types = _optional(hf, "layer_types", list, None)
-    unknown = sorted({str(kind) for kind in layer_types or ()} - {"full_attention", "sliding_attention"})
+def _sliding_window(hf: Mapping[str, Any], family: _Family) -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window and the layers that have it; none where no layer uses it, or where it spans the model's context."""
+    layers, kinds = _required(hf, "num_hidden_layers", int), _optional(hf, "layer_types", list, None)
+    unknown = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise NotImplementedError(f"config field layer_types contains {', '.join(unknown)}; supported: full_attention")
+        raise NotImplementedError(f"config field layer_types contains {', '.join(unknown)}; supported: full_attention, sliding_attention")
     window = _optional(hf, "sliding_window", int, None) if "sliding_window" in hf else family.sliding_window
-    windowed = "sliding_attention" in (layer_types or ())
+    windowed = tuple(i for i, kind in enumerate(kinds or ()) if kind == "sliding_attention")
     if hf["model_type"] == "mistral":
-        windowed = windowed or window is not None
-    elif layer_types is None and _optional(hf, "use_sliding_window", bool, False):
-        windowed = _optional(hf, "max_window_layers", int, 28) < _required(hf, "num_hidden_layers", int)
-    if windowed and (window is None or window < _required(hf, "max_position_embeddings", int)):
-        raise NotImplementedError(
-            f"config field sliding_window={window} is active (max_position_embeddings={hf['max_position_embeddings']}); "
-            "supported: full attention in every layer"
-        )
+        windowed = tuple(range(layers)) if window is not None else windowed
+    elif kinds is None and _optional(hf, "use_sliding_window", bool, False):
+        windowed = tuple(range(_optional(hf, "max_window_layers", int, 28), layers))
+    if windowed and window is None:
+        raise ValueError("config field sliding_window is missing, and layer_types names layers that have one")
+    inactive = not windowed or window is None or window >= _required(hf, "max_position_embeddings", int)
+    return (None, ()) if inactive else (window, windowed)
 
 
 # --- RoPE, in both spellings --------------------------------------------------------------------------------------------------------------

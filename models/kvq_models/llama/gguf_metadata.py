@@ -90,17 +90,21 @@ def config_of(fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factor
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := _whole(fields, f"{architecture}.{key}", head_dim)) != head_dim:
             raise NotImplementedError(f"GGUF field {architecture}.{key}={other} is not supported; supported: the head dim {head_dim}")
-    layers = "model.layers.0."
+    layers, context = "model.layers.0.", _whole(fields, f"{architecture}.context_length")
+    window, blocks = _whole(fields, f"{architecture}.attention.sliding_window", 0), _whole(fields, f"{architecture}.block_count")
+    windowed = 0 < window < context
     config = LlamaConfig(
         model_type=architecture,
         vocab_size=shapes.get("model.embed_tokens.weight", (_whole(fields, f"{architecture}.vocab_size", 0),))[0],
         hidden_size=hidden,
         intermediate_size=_whole(fields, f"{architecture}.feed_forward_length"),
-        num_hidden_layers=_whole(fields, f"{architecture}.block_count"),
+        num_hidden_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=_whole(fields, f"{architecture}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_position_embeddings=_whole(fields, f"{architecture}.context_length"),
+        max_position_embeddings=context,
+        sliding_window=window if windowed else None,
+        windowed_layers=tuple(range(blocks)) if windowed else (),
         rms_norm_eps=_number(fields, f"{architecture}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="lm_head.weight" not in shapes,
         qkv_bias=f"{layers}self_attn.q_proj.bias" in shapes,
@@ -119,11 +123,6 @@ def config_of(fields: Fields, shapes: Mapping[str, tuple[int, ...]], rope_factor
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     if experts := _whole(fields, f"{architecture}.expert_count", 0):
         raise NotImplementedError(f"GGUF field {architecture}.expert_count={experts} is not supported; supported: no mixture of experts")
-    window, context = _whole(fields, f"{architecture}.attention.sliding_window", 0), _whole(fields, f"{architecture}.context_length")
-    if 0 < window < context:
-        raise NotImplementedError(
-            f"GGUF field {architecture}.attention.sliding_window={window} is active (context_length={context}); supported: full attention"
-        )
 
 
 def _rope(fields: Fields, architecture: str) -> RopeConfig:

@@ -29,8 +29,10 @@ def rope_for(config: LlamaConfig, capacity: int) -> Rope:
     """Return the rotation of `config` for sequences of up to `capacity` tokens.
 
     Only `dynamic` depends on the capacity: its base is frozen at the longest length, because cached keys keep the rotation they were
-    written with. For capacity <= max_position_embeddings it equals transformers' at every length.
+    written with. For capacity <= max_position_embeddings it equals transformers' at every length. Raises ValueError for a capacity beyond
+    the model's sliding window: whatever runs layers asks for their rotation first.
     """
+    config.check_window(capacity)
     frequencies = _inverse_frequencies(config, capacity)
     return Rope(inverse_frequencies=jnp.asarray(frequencies), attention_factor=jnp.asarray(_attention_factor(config.rope), jnp.float32))
 

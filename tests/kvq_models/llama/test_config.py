@@ -9,6 +9,7 @@ import math
 import pytest
 
 from kvq_models.llama.config import LlamaConfig, RopeConfig
+from kvq_models.llama.rope import rope_for
 from tests.kvq_models.checkpoints import LLAMA3, SIZES, STORIES, YARN, YARN_ALL, tiny_config
 
 LLAMA = SIZES | {"model_type": "llama"}
@@ -109,7 +110,26 @@ def test_token_ids_may_be_absent_one_or_many():
     ],
 )
 def test_inactive_options_pass(fields):
-    LlamaConfig.from_hf(fields)
+    assert LlamaConfig.from_hf(fields).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "layers"),
+    [
+        (MISTRAL | {"sliding_window": 16}, 16, (0, 1)),
+        (SIZES | {"model_type": "mistral", "max_position_embeddings": 32768}, 4096, (0, 1)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16, (1,)),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}, 16, (1,)),
+    ],
+)
+def test_a_model_with_a_sliding_window_serves_sequences_up_to_its_length(fields, window, layers):
+    config = LlamaConfig.from_hf(fields)
+    assert (config.sliding_window, config.windowed_layers, config.positions) == (window, layers, window)
+    assert LlamaConfig.from_hf(config.to_hf()) == config, "what is saved has the same window in the same layers"
+    rope_for(config, window)
+    with pytest.raises(ValueError, match=f"{window + 1} tokens are beyond the sliding window of {window}") as refusal:
+        rope_for(config, window + 1)  # which every way through the layers asks for
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +144,6 @@ def test_inactive_options_pass(fields):
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (LLAMA | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types contains chunked_attention"),
-        (MISTRAL | {"sliding_window": 16}, "sliding_window=16 is active"),
-        (SIZES | {"model_type": "mistral", "max_position_embeddings": 32768}, "sliding_window=4096 is active"),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window=16 is active"),
-        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}, "sliding_window=16 is active"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_field_name(fields, named):

@@ -105,7 +105,6 @@ def test_scaled_rope_is_read(fields: dict, rope: RopeConfig, tmp_path: pathlib.P
     [
         ({"rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope' is not supported"),
         ({"expert_count": 8}, "llama.expert_count=8 is not supported"),
-        ({"attention.sliding_window": 16}, "llama.attention.sliding_window=16 is active"),
         ({"attention.value_length": 8}, "llama.attention.value_length=8 is not supported"),
         ({"attention.head_count": 3}, "must divide"),
         ({"embedding_length": "wide"}, "llama.embedding_length='wide' is of the wrong type"),
@@ -113,6 +112,13 @@ def test_scaled_rope_is_read(fields: dict, rope: RopeConfig, tmp_path: pathlib.P
 )
 def test_what_would_be_computed_wrongly_is_refused_by_field(fields: dict, message: str, tmp_path: pathlib.Path):
     assert message in refusal(write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields=fields))
+
+
+@pytest.mark.parametrize(("window", "positions"), [(16, 16), (64, 64), (0, 64)])
+def test_a_sliding_window_bounds_the_sequences_that_are_served(window: int, positions: int, tmp_path: pathlib.Path):
+    file = write_gguf(random_llama(tiny_config()), tmp_path / "m.gguf", fields={"attention.sliding_window": window})
+    config = read_config(file)
+    assert (config.positions, config.sliding_window) == (positions, 16 if window == 16 else None)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: pathlib.Path):

@@ -15,7 +15,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_tools.cli import inputs
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.continuation import Continuation
-from tests.kvq_models.checkpoints import PROMPT
+from tests.kvq_models.checkpoints import PROMPT, tiny_config
 from tests.kvq_tools.cli.test_cli_errors import assert_one_line_error, stop_before_weights
 
 NEW = 12
@@ -122,3 +122,19 @@ def test_out_is_checked_before_work(command, model, tmp_path, run, monkeypatch):
 def test_memory_warns_beyond_the_positions_of_the_model(model, run):
     assert "257 tokens go beyond the 256 positions" in run("memory", model, "--cache", "dense", "--context", 257)[2]
     assert "positions" not in run("memory", model, "--cache", "dense", "--context", 256)[2]
+
+
+def test_a_model_with_a_sliding_window_is_served_up_to_its_length_and_refused_beyond(tmp_path, run, run_json):
+    fields = tiny_config("mistral", sliding_window=32, max_position_embeddings=256).to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert run_json("memory", tmp_path, "--cache", "dense")["context"] == 32, "what has a default takes the window's length"
+    found = run_json("doctor", tmp_path)
+    assert (found["context"], found["facts"]["sliding_window"][:14]) == (32, "32 in 2 layers"), found
+    beyond = "33 tokens are beyond the sliding window of 32"
+    assert_one_line_error(run("memory", tmp_path, "--cache", "dense", "--context", 33), beyond)
+    assert_one_line_error(run("generate", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 30), beyond)
+    more = ("--prompt-ids", "1,2,3", "--max-new-tokens", 8, "--capacity", 33)
+    assert_one_line_error(run("generate", tmp_path, *more), beyond)
+    within = run("generate", tmp_path, *more[:4], "--capacity", 32)
+    assert "sliding window" not in within[2], within
+    assert "safetensors" in within[2], "within the window it is the weights that are missed"

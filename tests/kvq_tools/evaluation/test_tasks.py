@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import itertools
 import json
 import re
 
@@ -10,8 +12,9 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, load_llama, save_llama
+from kvq_tools.cli import task_runs
 from kvq_tools.evaluation.stress import Outliers, Stress, stressed
-from kvq_tools.evaluation.tasks import niah, passkey
+from kvq_tools.evaluation.tasks import niah, passkey, ruler
 from kvq_tools.evaluation.tasks.filler import depth_of, fitted
 from kvq_tools.evaluation.tasks.runner import batches, capacity, check_samples, run
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
@@ -117,7 +120,7 @@ def test_filler_is_as_long_as_fits():
         found = len(fitted(lengths.__getitem__, 199, budget))
         assert found <= budget
         assert found + 7 > budget - 4 or found == len(lengths[199]), f"{found} of {budget}"
-    with pytest.raises(ValueError, match="has 10 tokens already, and 9 are asked for"):
+    with pytest.raises(ValueError, match="has 10 tokens already, and 9 are left for it"):
         fitted(lengths.__getitem__, 199, 9)
 
 
@@ -272,6 +275,30 @@ def test_a_cache_that_forgets_fails_where_the_exact_one_remembers(run_json, tmp_
     assert sorted(written, key=str) == sorted(shown, key=str)
 
 
+def default_lengths(make, positions):
+    """Return the lengths of the samples that a command makes for a model of so many positions where --lengths is not given."""
+    options = argparse.Namespace(lengths=None, limit=1, seed=0, max_new_tokens=None)
+    samples = task_runs.generated(options, tiny_config(max_position_embeddings=positions), make)
+    return [length for length, _ in itertools.groupby(sample.labels["length"] for sample in samples)]
+
+
+def test_default_lengths_are_those_within_the_positions_that_the_question_fits(capsys):
+    make = functools.partial(passkey.generated, embedded_prompts(), depths=(0.0,))
+    assert default_lengths(make, 4096) == [1024, 2048, 4096]
+    assert capsys.readouterr().err == ""
+    assert default_lengths(make, 256) == [128, 256], "the question alone takes more than 64 tokens"
+    told = capsys.readouterr().err
+    assert "no samples of 64 tokens: the question needs about 1" in told, told
+
+
+@pytest.mark.parametrize("make", [niah.generated, ruler.generated])
+def test_every_task_has_a_default_length_on_the_embedded_model(make):
+    kinds = ruler.KINDS if make is ruler.generated else niah.KINDS
+    depths = {} if make is ruler.generated else {"depths": (0.0,), "text": TEXT}
+    for kind in kinds:
+        assert max(default_lengths(functools.partial(make, embedded_prompts(), kind, **depths), 2048)) == 2048, kind
+
+
 def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
     file = lines(tmp_path / "keys", {"input": "The pass key is 12345.", "target": "12345"})
     code, out, err = run("passkey", tiny, "--data", file, "--cache", "int4", "--max-new-tokens", 8)
@@ -281,8 +308,9 @@ def test_tables_say_the_rules_and_the_cache(tiny, tmp_path, run):
 
 
 BAD_REQUESTS = {
-    "too long": (("passkey", "--lengths", "400"), "and the model was trained for 256 positions"),
-    "too short": (("passkey", "--lengths", "20"), "without filler"),
+    "too long": (("passkey", "--lengths", "400"), "and the model was trained for 256 positions: take a shorter one"),
+    "too short": (("passkey", "--lengths", "20"), "would do, or fewer --max-new-tokens"),
+    "too few positions": (("niah",), "and the model was trained for 256 positions; --max-new-tokens, now 128, is a part of them"),
     "negative seed": (("passkey", "--lengths", "200", "--seed", "-1"), "argument --seed: '-1' must be an integer from 0"),
     "no length": (("passkey", "--lengths", "a"), "'a' must be an integer"),
     "no depth": (("passkey", "--depths", "0,2"), "between 0 and 1"),
@@ -301,8 +329,6 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_a_bad_request_is_one_line_before_weights_are_read(case, tiny, tmp_path, run, monkeypatch):
-    from kvq_tools.cli import task_runs
-
     monkeypatch.setattr(task_runs, "load_llama", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / "empty").write_text("")
     lines(tmp_path / "row", {"input": "a", "target": "c"})
