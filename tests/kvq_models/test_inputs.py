@@ -16,6 +16,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_models import EMBEDDED, Llama, generate, load_llama, prefill, save_llama, score
+from kvq_models.inference.decoding import checked_tokens
 from kvq_models.inference.memory import parameter_bytes
 from kvq_models.llama.checkpoint import open_checkpoint, read_config
 from kvq_models.llama.config import MOST_LAYERS
@@ -55,6 +56,19 @@ def test_tokens_that_are_no_int32_are_refused(call, tokens, message):
     with pytest.raises(ValueError, match=message) as refused:
         call(model(), new_cache(), tokens)
     assert "\n" not in str(refused.value)
+
+
+def test_a_caller_may_change_its_arrays_once_a_call_has_returned():
+    """The programs run on after that. JAX takes over memory that is aligned to 64 bytes, so these arrays are."""
+    memory = np.zeros(64, np.int32)
+    start = -memory.ctypes.data % 64 // 4
+    tokens, lengths = memory[start : start + 16].reshape(1, 16), memory[start + 16 : start + 17]
+    assert tokens.ctypes.data % 64 == lengths.ctypes.data % 64 == 0
+    lengths[:] = 16
+    taken, held = checked_tokens(model(), new_cache(), tokens, lengths)
+    tokens[:], lengths[:] = 7, 3
+    np.testing.assert_array_equal(held, [16], err_msg="lengths")
+    np.testing.assert_array_equal(taken, np.zeros((1, 16)), err_msg="tokens")
 
 
 @pytest.mark.parametrize(("lengths", "message"), [([1.5], "integers"), ([2**32 + 1], "fit int32"), ([-1], "between 0 and 2")])

@@ -236,7 +236,8 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
         row = int(need.argmax())
         parts = f"{held[row]} cached + {new[row]} prompt" + (f" + {new_tokens} new" if new_tokens else "")
         raise ValueError(f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is {cache.capacity}")
-    return jax.device_put((padded(ids, new, cache.capacity), new))
+    # A copy: device_put may take over the caller's memory, which the caller may change while the program still runs.
+    return jax.device_put((padded(ids, new, cache.capacity), np.array(new)))
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
