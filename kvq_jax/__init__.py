@@ -9,7 +9,6 @@ out, step = kvq.append_and_attend(step, q, k, v)      # in place of each layer's
 cache = kvq.finish(step)
 """
 
-from kvq_jax.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
 from kvq_jax.cache.accounting import (
     OutlierTotals,
     bits_per_element,
@@ -32,7 +31,8 @@ from kvq_jax.cache.serialization import fingerprint, load_cache, save_cache
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.methods.registry import METHODS
-from kvq_jax.rope import Rope, rotate
+from kvq_jax.types.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
+from kvq_jax.types.rope import Rope, rotate
 
 __version__ = "0.1.0"  # the distribution's version, which pyproject.toml reads from here
 

@@ -35,7 +35,7 @@ KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what
     "kvq_jax/attention/streaming.py": (PARTIAL,),
     "kvq_jax/codecs/kernel_readers.py": (LAYOUT, "pallas_kernels.readers"),
     "kvq_jax/codecs/native_bodies.py": (LAYOUT, "cpu_kernels.body"),
-    "kvq_jax/rope.py": ("pallas_kernels.angles",),
+    "kvq_jax/types/rope.py": ("pallas_kernels.angles",),
 }
 KERNELS = ("cpu_kernels", "pallas_kernels")  # neither knows of the other
 HEAVY = {"torch", "transformers"}  # never needed to import the cache or the kernels

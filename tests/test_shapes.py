@@ -22,8 +22,8 @@ import pallas_kernels
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.attention import reference
-from kvq_jax.pytree import describe
-from kvq_jax.rope import rotate
+from kvq_jax.types.pytree import describe
+from kvq_jax.types.rope import rotate
 from kvq_models.inference.sampling import Sampling, sample
 
 PACKAGES = (pallas_kernels, kvq, kvq_models, kvq_tools)

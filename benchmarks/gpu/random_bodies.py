@@ -23,7 +23,7 @@ from kvq_jax.attention.fused import reader_and_arrays
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
-from kvq_jax.rope import Rope
+from kvq_jax.types.rope import Rope
 from pallas_kernels.readers.base import Reader
 
 CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the reference

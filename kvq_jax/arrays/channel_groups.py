@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from kvq_jax.array_types import Axis
+from kvq_jax.types.array_types import Axis
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import saturation_limit
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 Rows = Float[Array, "B K T H"]

@@ -15,13 +15,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt16
 
-from kvq_jax.array_types import Axis
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import Axes
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.array_types import Axis
+from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 GroupedAxis = Literal["channels", "tokens"]

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt16
 
-from kvq_jax.array_types import Axis
 from kvq_jax.arrays.codebooks import look_up
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import saturation_limit
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.array_types import Axis
+from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 Grid = Literal["grouped", "global"]

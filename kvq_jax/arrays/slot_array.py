@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
-from kvq_jax.array_types import Axis
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupFormat, Scheme, grouped_axes, repeated, split, stored
 from kvq_jax.arrays.packing import Words, pack, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.arrays.uniform import Axes
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.array_types import Axis
+from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import PlaneLayout, plane_layout
 
 SLOT_BITS = 32

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from kvq_jax.array_types import Axis
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.array_types import Axis
+from kvq_jax.types.pytree import describe, pytree
 from pallas_kernels.tiles.layout import SPAN
 
 MOST_PLACES = 1 << 16  # of a pool and head: indices have 16 bits

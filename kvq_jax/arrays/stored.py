@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from kvq_jax.array_types import ArraySpec, Axis, LengthsB, Tree
 from kvq_jax.arrays.packing import PlaneLayout
+from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Literal, TypeAlias
 import jax
 
 from cpu_kernels.library import instruction_set, unavailable
-from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.attention import native, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.tiles.layout import SPAN
 

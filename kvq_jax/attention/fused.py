@@ -6,11 +6,11 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from kvq_jax.array_types import RowsBKTH, Tree
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec, KernelJob
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.launch import Launch

@@ -6,9 +6,9 @@ from jaxtyping import Array, Float
 
 from cpu_kernels.attention import decode_attention
 from cpu_kernels.body import Body
-from kvq_jax.array_types import Tree
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec
+from kvq_jax.types.array_types import Tree
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 

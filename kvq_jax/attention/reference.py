@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvq_jax.array_types import CachedRows, LengthsB, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import CachedRows, LengthsB, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 
 
 def decode_rows(plan: LayerPlan, params: Tree, state: LayerState, lengths: LengthsB, carry: Tree = ()) -> tuple[CachedRows, ...]:

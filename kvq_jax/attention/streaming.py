@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention import online_softmax
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 BODY_CHUNK = 1408  # body tokens read in one step, at most

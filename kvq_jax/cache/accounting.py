@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.cache.cache import Cache, dims_of, layout
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.types.array_types import ModelDims
 
 
 def nbytes(tree: Any) -> int:

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from kvq_jax import display
-from kvq_jax.array_types import ArraySpec, Axis, LengthsB, ModelDims
+from kvq_jax.cache import display
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, ModelDims
+from kvq_jax.types.pytree import describe, pytree
 
 DTYPES = ("bfloat16", "float32", "float16")  # of full-precision rows
 

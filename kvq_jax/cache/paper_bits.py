@@ -11,9 +11,9 @@ arrays (`kvq.body_bits_per_element`): indices have no pointers, slots are whole,
 
 from __future__ import annotations
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.cache.cache import dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.types.array_types import ModelDims
 
 
 def paper_bits(spec: CacheSpec | str, config: ModelDims, context: int, *, pointers: bool = True) -> float | None:

@@ -13,11 +13,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from kvq_jax.array_types import LayerWeights, ModelDims, Tree
 from kvq_jax.cache.cache import CacheDims, dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.layer.plan import LayerPlan, by_side
+from kvq_jax.types.array_types import LayerWeights, ModelDims, Tree
 
 Calibrated = Mapping[Side, Mapping[str, ArrayLike]]
 

@@ -7,11 +7,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvq_jax.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, by_side
+from kvq_jax.types.array_types import LayerInputs, QueryBNTH, RowsBKTH, Tree
 
 
 def roundtrip_layer(

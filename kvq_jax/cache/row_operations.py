@@ -16,13 +16,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from kvq_jax.array_types import ArraySpec, Integers, LengthsB, Tree
 from kvq_jax.arrays.stored import load_row_blocks
 from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.cache.update import take_tokens
-from kvq_jax.integers import int32
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+from kvq_jax.types.array_types import ArraySpec, Integers, LengthsB, Tree
+from kvq_jax.types.integers import int32
 
 
 def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> Cache:

@@ -24,10 +24,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.array_types import ModelDims, Tree
 from kvq_jax.cache.cache import Cache, CacheDims, check_held, dims_of, layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import Checksum, save_tensors
+from kvq_jax.types.array_types import ModelDims, Tree
 
 FORMAT = "kvq-cache"
 VERSION, WITHOUT_CHECKSUM = "2", "1"

@@ -16,7 +16,6 @@ import math
 import re
 from typing import Any
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.bias_subtracting import OPTION, BiasSubtracting
 from kvq_jax.layer.plan import LayerPlan
@@ -24,6 +23,7 @@ from kvq_jax.layer.regions import Regions
 from kvq_jax.methods.base import Method, PerLayer
 from kvq_jax.methods.dense import Dense
 from kvq_jax.methods.registry import METHODS
+from kvq_jax.types.array_types import ModelDims
 
 CACHE_OPTIONS = ("sink", "recent", "block", "skip_layers", "subtract_bias")
 MOST_LAYERS = 4096  # that a spec can name; a range of layers is written out before a model bounds it

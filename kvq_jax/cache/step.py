@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvq_jax.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree, ValidBT
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, check_held
 from kvq_jax.cache.parameters import missing_parameters
 from kvq_jax.cache.update import decode_layer, prefill_layer
-from kvq_jax.integers import int32
 from kvq_jax.layer.plan import LayerPlan, LayerState
-from kvq_jax.pytree import pytree
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree, ValidBT
+from kvq_jax.types.integers import int32
+from kvq_jax.types.pytree import pytree
+from kvq_jax.types.rope import Rope
 
 
 @pytree

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import ArraySpec, LayerInputs, LengthsB, QueryBNTH, Tree
 from kvq_jax.arrays.stored import BodySpec, store_blocks
 from kvq_jax.attention import dispatch, streaming
 from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, QueryBNTH, Tree
 
 ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 

@@ -20,13 +20,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.codecs.base import Codec, OutlierCounts
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.rope import Rope, cosines_and_sines, rotate
+from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
@@ -18,7 +17,8 @@ from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

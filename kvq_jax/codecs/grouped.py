@@ -15,7 +15,6 @@ import dataclasses
 
 from jaxtyping import Array, Int
 
-from kvq_jax.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.packing import PlaneLayout
@@ -23,7 +22,8 @@ from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import CachedRows, LengthsB, Tree
 from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+from kvq_jax.types.array_types import CachedRows, LengthsB, Tree
 
 CHUNK_ELEMENTS = 1 << 20  # elements of the accumulator that one step reads and writes
 

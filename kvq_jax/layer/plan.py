@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvq_jax.array_types import ArraySpec, Axis, LayerWeights, Tree
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.layer.regions import Regions
-from kvq_jax.pytree import pytree
+from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, Tree
+from kvq_jax.types.pytree import pytree
 
 Sides = tuple[Any, ...]  # (keys, values), or one entry for both
 

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.types.array_types import ModelDims
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvq_jax.array_types import LengthsB
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
+from kvq_jax.types.array_types import LengthsB
 from kvq_models.inference import decoding, generation
 from kvq_models.inference.generation import Generated, GenerationState
 from kvq_models.inference.sampling import Sampling

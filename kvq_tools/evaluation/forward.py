@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 import kvq_jax as kvq
-from kvq_jax.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.types.array_types import LayerInputs, LengthsB, QueryBNTH, RowsBKTH
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Llama

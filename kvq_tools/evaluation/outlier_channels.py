@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import PositionsBT, ValidBT
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import PositionsBT, ValidBT
+from kvq_jax.types.rope import Rope
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, layer_forward, merge_heads
 from kvq_models.llama.rope import rope_for
 

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from kvq_jax import display
+from kvq_jax.cache import display
 from kvq_jax.cache.spec import CacheSpec
 
 BUCKETS = 8

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LengthsB, ValidBT
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.types.array_types import LengthsB, ValidBT
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.decoding import prefill_program
 from kvq_models.llama.model import HiddenBTD, Llama

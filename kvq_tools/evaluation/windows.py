@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvq_jax.array_types import Integers
+from kvq_jax.types.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from kvq_jax.array_types import LayerInputs, RowsBKTH
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.types.array_types import LayerInputs, RowsBKTH
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import Llama
 from kvq_models.llama.rope import rope_for

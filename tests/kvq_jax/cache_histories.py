@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.array_types import Tree
 from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
-from kvq_jax.rope import rotate
+from kvq_jax.types.array_types import Tree
+from kvq_jax.types.rope import rotate
 from tests.kvq_jax import layer_runs
 from tests.kvq_jax.cache_runs import DIMS, rows_of
 from tests.kvq_jax.layer_runs import CAPACITY, ROUNDING, STEP, Sequences, beyond_rounding, differences, live, parameters_of, quick_jit

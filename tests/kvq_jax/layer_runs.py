@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.array_types import LayerWeights
 from kvq_jax.attention import reference, streaming
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import append_layer, decode_layer, prefill_layer
 from kvq_jax.codecs.base import Codec
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting
 from kvq_jax.layer.plan import LayerPlan, LayerState
-from kvq_jax.rope import rotate
+from kvq_jax.types.array_types import LayerWeights
+from kvq_jax.types.rope import rotate
 from tests.compile_options import QUICK_COMPILE
 
 DIMS = CacheDims(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128)

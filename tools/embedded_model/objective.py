@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import PositionsBT, QueryBNTH, RowsBKTH
-from kvq_jax.rope import Rope, rotate
+from kvq_jax.types.array_types import PositionsBT, QueryBNTH, RowsBKTH
+from kvq_jax.types.rope import Rope, rotate
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, merge_heads, split_heads
 from kvq_models.llama.rope import rope_for
 

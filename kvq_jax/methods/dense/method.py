@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvq_jax.array_types import Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.methods.base import Method, Windows
+from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, ModelDims, Tree
 
 
 @dataclasses.dataclass(frozen=True)

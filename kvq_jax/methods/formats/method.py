@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.channel_groups import channel_group
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels
@@ -17,6 +16,7 @@ from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.codecs.codebook import CodebookCodec
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, Windows, option
+from kvq_jax.types.array_types import ModelDims
 
 Levels = Literal["int", "nf"]
 LEVELS: dict[Levels, str] = {"int": "integers", "nf": "NormalFloat levels"}

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 from kvq_jax.arrays import grouped_array, slot_array
 from kvq_jax.arrays.grouped_array import GroupedArray, Scheme
 from kvq_jax.arrays.packing import PlaneLayout
@@ -17,7 +16,8 @@ from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
+from kvq_jax.types.rope import Rope
 
 NORM_FLOOR = 1e-3
 SCALE_BITS, MODE_BITS = 16, 1  # for a hybrid group in the paper's layout

@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
 from kvq_jax.arrays import codebook_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
@@ -26,7 +25,8 @@ from kvq_jax.codecs.base import Codec, OutlierCounts, Side, rotate_keys, side_ro
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.kvquant import fit
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 
 Description = TypeVar("Description", Reader, Body)  # of the stored arrays, as GPU or CPU kernels take them
 Datatype = Literal["nuq", "nf", "int"]

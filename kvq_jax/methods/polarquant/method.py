@@ -9,7 +9,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
 from kvq_jax.arrays import polar_array
 from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.packing import PlaneLayout
@@ -21,7 +20,8 @@ from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
+from kvq_jax.types.rope import Rope
 
 BITS = (1, 2, 3, 4, 5, 6)
 GROUP = 128  # as in the paper's m4n4

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvq_jax.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 from kvq_jax.arrays import uniform
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.packing import pack
 from kvq_jax.codecs.base import KernelJob
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.squat import subspace
+from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
 
 
 @dataclasses.dataclass(frozen=True)

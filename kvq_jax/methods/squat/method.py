@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, option
 from kvq_jax.methods.kivi import Kivi
 from kvq_jax.methods.squat.codec import SquatCodec
+from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4)
 # Appendix E.2: groups of 32 tokens and a residual length of 32 in all experiments, which here are recent=0, block=32.

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from kvq_jax.array_types import LengthsB
-from kvq_jax.rope import Rope, cosines_and_sines
+from kvq_jax.types.array_types import LengthsB
+from kvq_jax.types.rope import Rope, cosines_and_sines
 
 QUERY_CHUNK = 1024  # tokens of a prompt whose queries are widened to fp32 at a time
 LARGEST_WEIGHT = 1e5  # of lam S^2: an error along such a direction is cut to 1e-5 of itself, and P^-1 can still be factored in fp32

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.base import Codec, CrossLayerCodec, OutlierCounts, Side
@@ -33,7 +32,8 @@ from kvq_jax.methods.xquant.projections import (
     rotated_keys,
     weighted_values,
 )
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope
 
 Reading = Literal["post_norm", "unit_norm", "residual_stream"]
 

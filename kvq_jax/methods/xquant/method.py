@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, resolve_group
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option
 from kvq_jax.methods.dense import DenseCodec
 from kvq_jax.methods.xquant.codec import OutlierChannel, Reading, XCodec, XCrossLayerCodec
+from kvq_jax.types.array_types import ModelDims
 
 BITS = (2, 3, 4, 8, 16)
 EXACT = 16  # bits that stand for full precision: the method without its quantization

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import ArrayOrSpec, ArraySpec, Axis, LayerWeights, RowsBKTH, Tree
 from kvq_jax.codecs.base import Side
-from kvq_jax.rope import Rope, rotate
+from kvq_jax.types.array_types import ArrayOrSpec, ArraySpec, Axis, LayerWeights, RowsBKTH, Tree
+from kvq_jax.types.rope import Rope, rotate
 
 Projection = Mapping[str, Array]
 

@@ -29,9 +29,9 @@ import math
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.methods.xquant.codec import XCodec, XCrossLayerCodec
+from kvq_jax.types.array_types import ModelDims
 
 EXACT_BITS = 16  # of an element in full precision
 Number: TypeAlias = int | float  # counts are whole, what follows from rates and averages is not

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.array_types import ModelDims
 from kvq_jax.cache.cache import CacheDims, dims_of
 from kvq_jax.cache.serialization import DTYPES
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import read_tensors, save_tensors
+from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration.needs import Need, fingerprint, needs
 from kvq_models.llama.model import Llama
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from kvq_jax.array_types import Integers
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec
-from kvq_jax.rope import Rope, rotate
+from kvq_jax.types.array_types import Integers
+from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
 from kvq_models.calibration.file import Calibration, Origin

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.array_types import ArraySpec, ModelDims
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.cache.parameters import parameter_plans
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method
+from kvq_jax.types.array_types import ArraySpec, ModelDims
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from jaxtyping import Int
 
-from kvq_jax.array_types import Integers
+from kvq_jax.types.array_types import Integers
 from kvq_models.llama.config import LlamaConfig
 
 

@@ -21,12 +21,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from kvq_jax.array_types import Integers, LengthsB
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, check_held, dims_of
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
-from kvq_jax.integers import int32
+from kvq_jax.types.array_types import Integers, LengthsB
+from kvq_jax.types.integers import int32
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import cropped, padded
 from kvq_models.llama.model import HiddenBTD, Llama

@@ -13,12 +13,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from kvq_jax import display
-from kvq_jax.array_types import Integers
 from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache import display
 from kvq_jax.cache.cache import Cache
-from kvq_jax.integers import int32
-from kvq_jax.pytree import pytree
+from kvq_jax.types.array_types import Integers
+from kvq_jax.types.integers import int32
+from kvq_jax.types.pytree import pytree
 from kvq_models.inference.decoding import checked_tokens, decode_step, implementations, prefill_program
 from kvq_models.inference.padding import bucket, cropped
 from kvq_models.inference.sampling import Sampling, sample

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvq_jax.array_types import LayerInputs, LengthsB
 from kvq_jax.cache.cache import Cache
 from kvq_jax.cache.step import Step, append_and_attend, begin
 from kvq_jax.cache.step import finish as finish_step
-from kvq_jax.rope import Rope
+from kvq_jax.types.array_types import LayerInputs, LengthsB
+from kvq_jax.types.rope import Rope
 from kvq_models.inference.decoding import check_dims, finish_by_chunks
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, QueryBNTH

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from kvq_jax.array_types import Tree
 from kvq_jax.cache.cache import CacheDims, dims_of
 from kvq_jax.cache.parameters import parameter_plans, prepare_layer
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method
+from kvq_jax.types.array_types import Tree
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_models.calibration.progress import Progress

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from kvq_jax.array_types import ArraySpec
+from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_models.llama.weight_axes import weight_axes

@@ -6,9 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvq_jax.array_types import LayerWeights
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.bias_subtracting import check_bias
+from kvq_jax.types.array_types import LayerWeights
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Layer, abstract_llama
 

@@ -23,8 +23,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
-from kvq_jax.rope import Rope, rotate
+from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
+from kvq_jax.types.rope import Rope, rotate
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope import rope_for
 

@@ -19,7 +19,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from kvq_jax.rope import Rope
+from kvq_jax.types.rope import Rope
 from kvq_models.llama.config import LlamaConfig, RopeConfig
 
 Frequencies = np.ndarray  # [H/2] float32, radians per token

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from kvq_jax.array_types import Axis
+from kvq_jax.types.array_types import Axis
 from kvq_models.llama.config import LlamaConfig
 
 # "#" stands for the layer's number.

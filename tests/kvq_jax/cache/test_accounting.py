@@ -12,14 +12,14 @@ import pytest
 from jaxtyping import Array, Float, Int
 
 import kvq_jax as kvq
-from kvq_jax.array_types import Axis, RowsBKTH
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.cache.cache import CacheDims, plans
 from kvq_jax.codecs.base import Codec, OutlierCounts, Side, side_rows
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.registry import METHODS
-from kvq_jax.pytree import describe, pytree
+from kvq_jax.types.array_types import Axis, RowsBKTH
+from kvq_jax.types.pytree import describe, pytree
 from tests.methods_table import MethodCase, cases
 
 DIMS = CacheDims(3, 4, 2, 32, 128)

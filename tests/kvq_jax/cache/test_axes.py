@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.array_types import ArraySpec, Axis, AxisName, LayerWeights
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting
 from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.types.array_types import ArraySpec, Axis, AxisName, LayerWeights
 from tests.kvq_jax import layer_runs
 from tests.methods_table import MethodCase, cases
 

@@ -16,7 +16,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.methods.dense import DenseCodec
-from kvq_jax.pytree import describe
+from kvq_jax.types.pytree import describe
 from tests.compile_options import QUICK_COMPILE, USUAL_COMPILE
 from tests.kvq_jax.layer_runs import empty
 

@@ -12,7 +12,7 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.codecs.bias_subtracting import BiasSubtracting, check_bias
 from kvq_jax.codecs.dots import dot_rows
-from kvq_jax.rope import cosines_and_sines, rotate
+from kvq_jax.types.rope import cosines_and_sines, rotate
 from tests.kvq_jax.layer_runs import DIMS, Sequences, empty, key_bias, layer_weights, row_errors, sequences
 
 SPECS = (

@@ -13,7 +13,7 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.grouped import GroupedCodec
-from kvq_jax.rope import Rope
+from kvq_jax.types.rope import Rope
 
 BATCH, HEADS, TOKENS, ROWS = 2, 2, 96, 3
 FORMATS = (

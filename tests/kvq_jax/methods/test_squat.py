@@ -16,7 +16,7 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
-from kvq_jax.rope import rotate
+from kvq_jax.types.rope import rotate
 from tests.kvq_jax.layer_runs import CAPACITY, DIMS, ROUNDING, Sequences, beyond_rounding, empty, live, prefill, row_errors, run, sequences
 
 SPEC = "squat:rank=3,lam=0.01,recent=4,block=16"

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.array_types import LayerInputs
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.methods.squat import subspace
 from kvq_jax.methods.squat.codec import SquatCodec
+from kvq_jax.types.array_types import LayerInputs
 from tests.kvq_jax.methods.test_golden import compare_codes, compare_numbers, golden
 
 CODEC = SquatCodec("k", GroupFormat(2, "asym", "tokens", 32, 128, 32, "float32"), rank=5, lam=1e-3, block_channels=64)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.array_types import LayerWeights
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer import cross_layer
 from kvq_jax.methods.xquant.projections import factored, project, weighted_values
+from kvq_jax.types.array_types import LayerWeights
 from tests.kvq_jax.layer_runs import STEP, beyond_rounding, decode, live, parameters_of, prefill, sequences
 
 SHARED = pathlib.Path(__file__).parents[3] / "../shared/golden/xquant_own_not_reference.npz"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.array_types import LayerWeights
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
-from kvq_jax.pytree import describe
+from kvq_jax.types.array_types import LayerWeights
+from kvq_jax.types.pytree import describe
 from tests.compile_options import USUAL_COMPILE
 from tests.kvq_jax.layer_runs import quick_jit, sequences
 

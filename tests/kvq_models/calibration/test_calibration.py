@@ -17,7 +17,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.cache.cache import dims_of
 from kvq_jax.methods.kvquant.codec import KVQuantCodec
-from kvq_jax.rope import rotate
+from kvq_jax.types.rope import rotate
 from kvq_models import forward, save_calibration
 from kvq_models.calibration import activations, fit, samples
 from kvq_models.calibration.activations import record

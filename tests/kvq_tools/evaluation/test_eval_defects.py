@@ -14,7 +14,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.layer.regions import Regions
-from kvq_jax.rope import rotate
+from kvq_jax.types.rope import rotate
 from kvq_tools import evaluate_caches
 from kvq_tools.evaluation.through import STEP
 from tests.kvq_models.checkpoints import random_llama, tiny_config

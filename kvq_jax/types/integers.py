@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int32
 
-from kvq_jax.array_types import Integers
+from kvq_jax.types.array_types import Integers
 
 INT32 = np.iinfo(np.int32)
 

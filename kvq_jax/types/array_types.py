@@ -49,8 +49,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvq_jax.pytree import pytree
-from kvq_jax.rope import Rope
+from kvq_jax.types.pytree import pytree
+from kvq_jax.types.rope import Rope
 
 Tree: TypeAlias = Any  # a pytree whose structure a method defines
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvq_jax.pytree import pytree
+from kvq_jax.types.pytree import pytree
 from pallas_kernels.angles import cos_and_sin
 
 
