@@ -49,6 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     if not config.getoption("--exhaustive"):
-        others = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        others = {item for item in items if item.get_closest_marker("exhaustive") and not item.get_closest_marker("gpu")}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]

@@ -9,7 +9,7 @@ import pytest
 
 
 def some(cases: Iterable[Any], usual: Collection[Any]) -> list[Any]:
-    """Return the cases for `pytest.mark.parametrize`; those that are not `usual` run with --exhaustive alone."""
+    """Return the cases for `pytest.mark.parametrize`; those that are not `usual` run with --exhaustive alone, and on GPUs."""
     cases = list(cases)
     missing = [case for case in usual if case not in cases]
     assert not missing, f"{missing} are no cases"

@@ -16,6 +16,7 @@ from kvq_jax.arrays.packing import pack, unpack
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from pallas_kernels.readers.base import Reader
+from tests.exhaustive import some
 
 KINDS = {  # scheme, axis: how a side is grouped
     "inner_k": "channels",
@@ -78,8 +79,16 @@ CASES = (
 )
 
 
+USUAL = [
+    case
+    for case in CASES
+    if case.id in ("innerq1_sym_h128_g4", "innerq2_asym_h64_g7", "kivi2_h64_g8_size64", "kivi4_h128_g7_size32", "k3_v4", "dense")
+]
+
+
 def kernel_cases(*ids: str) -> pytest.MarkDecorator:
-    chosen = [case for case in CASES if not ids or case.id in ids]
+    """Parametrizes a test over the cases, or over those named. Of all cases, a test on a CPU takes the usual ones without --exhaustive."""
+    chosen = [case for case in CASES if case.id in ids] if ids else some(CASES, USUAL)
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.id)
 
 

@@ -19,6 +19,7 @@ from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.tiles.layout import plane_layout
+from tests.exhaustive import some
 from tests.pallas_kernels.decode_attention.test_decode import output, reference
 from tests.pallas_kernels.kernel_cases import Lengths, row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -61,7 +62,7 @@ CASES = (
     Case("nuq4_h256", 256, 4, Format(4, "channels", pre_rope=True), Format(3, "token", 6)),
     Case("nuq2_h64_slots", 64, 4, Format(2, "channels", 9, pre_rope=True), Format(2, "token", 9)),
 )
-each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+each = pytest.mark.parametrize("case", some(CASES, CASES[:2]), ids=lambda case: case.id)
 
 
 @functools.partial(jax.jit, static_argnames=("case", "lengths", "tuning", "launch"))

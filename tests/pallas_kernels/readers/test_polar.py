@@ -22,6 +22,7 @@ from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.polar import PolarReader, polynomial_cos_sin
+from tests.exhaustive import some
 from tests.pallas_kernels.decode_attention.test_decode import GARBAGE, output, reference
 from tests.pallas_kernels.kernel_cases import Lengths, format_of, reader_of, row_errors, spoiled, stored_rows
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -67,7 +68,7 @@ CASES = (
     case(4, 2, 128, 128, 1, format_of(2, "asym", "tokens", 128, 128), "float32"),
 )
 DEFAULT = CASES[0]
-each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+each = pytest.mark.parametrize("case", some(CASES, CASES[:2]), ids=lambda case: case.id)
 
 
 def lengths(tile: int) -> Lengths:
