@@ -16,7 +16,7 @@ from kvq_models.inference import decoding
 from kvq_tools import evaluate, evaluate_caches
 from kvq_tools.evaluation import measure, run
 from tests.kvq_models.checkpoints import random_llama, tiny_config
-from tests.methods_table import METHOD_CASES, MethodCase
+from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)  # a family with a key bias, which one row of the table subtracts
 WITH = ("innerq2", "innerq3_sym", "innerq2_hybrid_prefill", "innerq2_slot", "innerq2_no_bias", "mixed", "squat2", "squat3_pre")
@@ -47,7 +47,7 @@ def test_the_table_has_both_kinds():
         assert not kvq.has_prompt_statistics(spec, CONFIG), spec
 
 
-@pytest.mark.parametrize("case", METHOD_CASES, ids=lambda case: case.id)
+@cases(every=True)
 def test_the_default_prompt_is_as_long_as_the_caches_need(case: MethodCase, ids):
     def prompt(*specs: str, **options) -> int:
         return run.check_request(CONFIG, ids, [kvq.parse(spec) for spec in specs], window=48, stride=20, **options).prompt
