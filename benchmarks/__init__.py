@@ -5,6 +5,8 @@ cpu/              decode attention, decode steps and single parts, timed on a CP
 gpu/              kernels and decode steps on a GPU: gpu.sh runs them all
 machine_code/     instructions of the GPU kernels, counted without a GPU
 quality/          predictions through each cache: the papers' tables, and studies of one paper
+soak.py           decode steps without end: memory, and results against a new cache's
 report_file.py    the JSON file that each of them writes to results/
 results_page.py   the pages in results/, made from those files
+resources.py      what a process holds
 """

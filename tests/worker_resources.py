@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import pathlib
 import resource
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from collections import Counter
 
 import jax
 import pytest
+
+from benchmarks.resources import mappings, resident_bytes
 
 MOST_MAPPINGS = 20_000  # of the 65530 that Linux allows a process; each compiled program takes several, and past the limit LLVM crashes
 MOST_BYTES = 2600 << 20  # of resident memory at which compiled programs are dropped
@@ -29,21 +30,9 @@ FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 USE = pytest.StashKey[dict[str, dict[str, int]]]()
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not say."""
-    statm = pathlib.Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
-
-
 def peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
-
-
-def mappings() -> int:
-    """Return the number of memory mappings of this process; 0 where the system does not say."""
-    maps = pathlib.Path("/proc/self/maps")
-    return maps.read_text().count("\n") if maps.exists() else 0
 
 
 def drop_programs() -> None:
