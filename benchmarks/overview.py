@@ -25,6 +25,7 @@ from benchmarks.quality.comparison import PLAIN
 from benchmarks.quality.report import Measured
 from benchmarks.report_file import Report, header
 from kvq_models import LlamaConfig
+from kvq_tools.report.verdict import Choice, sentence
 
 CONTEXT = 32768
 CACHES = (
@@ -133,6 +134,11 @@ def _readme_line(row: OverviewRow) -> tuple[str, ...]:
     return f"`{row.cache}`", f"{row.stored_bits:.2f}", f"{row.measured.kl:.4f}", f"{row.cache_bytes / 2**30:.2f} GiB"
 
 
+def verdict(report: OverviewReport) -> str:
+    """Say which caches of `readme_table` to take."""
+    return sentence([Choice(row.stored_bits, row.measured.kl, f"`{row.cache}` (KL {row.measured.kl:.2g})") for row in report.rows])
+
+
 def headline(report: OverviewReport) -> str:
     """Say what the columns of `readme_table` are."""
     return (
@@ -155,7 +161,7 @@ def page(report: OverviewReport, file: pathlib.Path) -> str:
         "cache's body, which all but `dense` quantize. Each cache has its method's default windows; `kvquant` is calibrated on "
         f"{report.calibration_text}."
     )
-    return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows))])
+    return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows)), verdict(report)])
 
 
 def _line(row: OverviewRow) -> tuple[str, ...]:

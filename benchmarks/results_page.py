@@ -23,6 +23,7 @@ from benchmarks.quality import key_bias, layer_similarity, long_context_report, 
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
+from kvq_jax.files import whole
 
 INDEX = "README.md"
 INTRODUCTION = """\
@@ -93,7 +94,7 @@ def render(folder: pathlib.Path) -> dict[str, str]:
     pages = {f"{file.stem}.md": kind.page(report, file) for file, kind, report in reports}
     index = [INTRODUCTION, *([] if any(kind.stems == "kernels_*" for _, kind, _ in reports) else [NO_GPU])]
     for report in (report for _, _, report in reports if isinstance(report, OverviewReport)):
-        index += [overview.headline(report), overview.readme_table(report)]
+        index += [overview.headline(report), overview.readme_table(report), overview.verdict(report)]
     index += ["## Pages", table(("page", "measures", "command", "numbers", "made"), (_line(*entry) for entry in reports))]
     return {name: text + "\n" for name, text in ({INDEX: "\n\n".join(index)} | pages).items()}
 
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     for name, text in pages.items():
-        (args.folder / name).write_text(text, encoding="utf-8")
+        whole.write(args.folder / name, text)
         print(args.folder / name)
 
 

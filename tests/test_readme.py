@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -47,6 +48,15 @@ def test_the_table_of_caches_is_that_of_the_overview():
     report = OverviewReport.read(ROOT / "benchmarks" / "results" / "overview.json")
     wanted = overview.readme_table(report)
     assert wanted in README, f"the numbers of `python -m benchmarks.overview` are\n\n{wanted}"
+
+
+def test_the_sentence_below_the_table_says_which_caches_the_overview_puts_on_the_front():
+    report = OverviewReport.read(ROOT / "benchmarks" / "results" / "overview.json")
+    wanted, below = overview.verdict(report), re.sub(r"\s+", " ", README.partition(overview.readme_table(report))[2])
+    assert below.strip().startswith(wanted), f"the sentence is\n\n{wanted}"
+    worse = [dataclasses.replace(row, measured=dataclasses.replace(row.measured, kl=1.0)) for row in report.rows[3:4]]
+    other = overview.verdict(dataclasses.replace(report, rows=(*report.rows[:3], *worse, *report.rows[4:])))
+    assert other != wanted, "the sentence follows the numbers"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

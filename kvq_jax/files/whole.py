@@ -38,6 +38,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(path.parent)
 
 
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file whole or not at all; text in UTF-8. Raises as `replacing`."""
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 @contextlib.contextmanager
 def replacing_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new directory to fill, and put it in the place of `path` at the end, with all that it holds at once.

@@ -84,21 +84,8 @@ def checked(options: argparse.Namespace) -> tuple[LlamaConfig, TokenizedText, Se
     return config, text, settings, files
 
 
-def read_tokens(window: int, settings: Settings) -> int:
-    """Return how many tokens of a window the cache holds when it is read for the last time."""
-    return (window - 1) // settings.chunk * settings.chunk if settings.mode == "chunked" else window - 1
-
-
-def quantized_tokens(cache: kvq.Cache, settings: Settings) -> int:
-    """Return how many of them are quantized then, in windows of the cache's capacity; in `fake` mode every token is."""
-    newest = read_tokens(cache.capacity, settings)
-    if settings.mode == "fake":
-        return newest if any(plan.quantizes for plan in cache.plans) else 0
-    return kvq.quantized_tokens(cache, newest)
-
-
 def warn_if_exact(name: str, cache: kvq.Cache, settings: Settings) -> None:
     """Warn where nothing is quantized in windows of the cache's capacity."""
-    window, newest = cache.capacity, read_tokens(cache.capacity, settings)
+    window, newest = cache.capacity, settings.read_tokens(cache.capacity)
     chunks = f" and chunks of {settings.chunk}" if settings.mode == "chunked" else ""
     inputs.warn_if_exact(name, cache, None if settings.mode == "fake" else newest, f"in windows of {window} tokens{chunks}")

@@ -117,6 +117,17 @@ class Settings(NamedTuple):
     prompt: int
     step: int
 
+    def read_tokens(self, window: int) -> int:
+        """Return how many tokens of a window the cache holds when it is read for the last time."""
+        return (window - 1) // self.chunk * self.chunk if self.mode == "chunked" else window - 1
+
+    def quantized_tokens(self, cache: kvq.Cache) -> int:
+        """Return how many of them are quantized then, in windows of the cache's capacity; in `fake` mode every token is."""
+        newest = self.read_tokens(cache.capacity)
+        if self.mode == "fake":
+            return newest if any(plan.quantizes for plan in cache.plans) else 0
+        return kvq.quantized_tokens(cache, newest)
+
 
 def check_request(
     config: LlamaConfig,

@@ -61,7 +61,8 @@ def collect(
         positions=tuple(schema.Positions(p.first, p.last, p.tokens) for p in parts),
         exact=schema.Exact(finite(first.exact_perplexity), finite(first.exact_bits_per_byte), tuple(finite(p.exact_nats) for p in parts)),
         caches=tuple(
-            _cache(c.name, e, config, e.by_position(plan.buckets), own) for c, e, own in zip(candidates, evaluations, errors, strict=True)
+            _cache(c.name, e, config, settings, e.by_position(plan.buckets), own)
+            for c, e, own in zip(candidates, evaluations, errors, strict=True)
         ),
         speed=speed,
         tokens_of_sample=int(inputs[0].positions.size),
@@ -106,7 +107,12 @@ def _request(settings: Settings, config: LlamaConfig, capacity: int, seconds: fl
 
 
 def _cache(
-    name: str, evaluation: Evaluation, config: LlamaConfig, parts: Sequence[Bucket], errors: tuple[schema.LayerErrors, ...]
+    name: str,
+    evaluation: Evaluation,
+    config: LlamaConfig,
+    settings: Settings,
+    parts: Sequence[Bucket],
+    errors: tuple[schema.LayerErrors, ...],
 ) -> schema.CacheNumbers:
     spec, capacity = evaluation.spec, evaluation.window
     layout = kvq.layout(spec, config, 1, capacity, CACHE_DTYPE)
@@ -127,6 +133,7 @@ def _cache(
         sink=spec.sink,
         recent=spec.recent,
         block=spec.block,
+        quantized_tokens=settings.quantized_tokens(layout),
         nats=tuple(finite(p.nats) for p in parts),
         kl_by_position=tuple(finite(p.kl) for p in parts),
         flips_by_position=tuple(p.flips for p in parts),

@@ -23,6 +23,7 @@ HALF, WIDE = 4.8, 9.6  # inches
 DPI = 160
 PALETTE = 256  # colours of a PNG
 NAME_LENGTH = 26  # of a cache's name in a picture
+LEGEND_LENGTH = 22  # where its bits follow
 
 # light and dark values, of the pictures and of the page's CSS; the series follow each other so that neighbours differ in hue and lightness
 COLOURS = {
@@ -98,10 +99,12 @@ def figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def label(number: int, name: str) -> str:
-    """Return the name of a cache in a picture; the number tells it apart where the name is cut. A $ begins no formula."""
-    short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
-    return f"{number} {literal(short)}"
+def label(number: int, name: str, bits: float | None = None) -> str:
+    """Return the name of a cache in a picture, with its stored bits per element where they are given: a name may leave them to the default,
+    and a cut one may lose them. The number tells caches apart where names are cut. A $ begins no formula."""
+    most = NAME_LENGTH if bits is None else LEGEND_LENGTH
+    short = name if len(name) <= most else f"{name[: most - 1]}…"
+    return f"{number} {literal(short)}" + ("" if bits is None else f", {bits:.1f} bits")
 
 
 def literal(text: str) -> str:

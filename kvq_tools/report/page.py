@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.resources
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import jinja2
@@ -40,7 +41,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     parts = [
         Section(
             "Quality against size",
-            f"{quality.verdict(report)} "
+            f"{quality.verdict(report)} {quality.warning(report)}"
             f"KL, perplexity and sizes are of the same run: {scored}, read through the cache itself ({_mode(report)}). "
             f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the full-precision windows weigh less, "
             "and a cache moves towards its body's bits (table below).",
@@ -83,6 +84,7 @@ def numbers(report: Report) -> Table:
         "parameter bytes",
         "working bytes",
         "sink, recent, block",
+        "tokens read quantized",
     ]
     by_kl, by_perplexity = quality.front_by(report, "kl"), quality.front_by(report, "perplexity")
     exact = [quality.EXACT, "", number(report.exact.perplexity, 3), number(report.exact.bits_per_byte, 4), "", "", ""]
@@ -106,6 +108,7 @@ def numbers(report: Report) -> Table:
                 str(c.parameter_bytes),
                 str(c.working_bytes),
                 f"{c.sink}, {c.recent}, {c.block}",
+                str(c.quantized_tokens or "NONE"),
             )
         )
     note = "bf16 rows stand for the model without a cache; parameters and working memory come beside the cache"
@@ -139,10 +142,18 @@ def html(report: Report, shown: Sequence[Section]) -> str:
         sections=shown,
         table=numbers(report),
         details=details(report),
+        title=title,
         uri=_uri,
         light=LIGHT,
         dark=DARK,
     )
+
+
+def title(name: str) -> str:
+    """Return a model's or text's name as headings have it: of a path the last part, of a Hub id and a relative path all; the command on the
+    page has the path."""
+    path = PurePath(name)
+    return path.name if path.is_absolute() or name.startswith(("~", "..")) else name
 
 
 def number(value: float | None, digits: int) -> str:

@@ -10,22 +10,11 @@ import numpy as np
 
 from kvq_tools.report.drawing import HALF, WIDE, Picture, Theme, figure, label, legend_below, line_of, plain, size_unit, told
 from kvq_tools.report.schema import Report
+from kvq_tools.report.verdict import LEAST_KL, Choice, front, sentence
 
 EXACT = "model without a cache"
-LEAST_KL = 1e-6  # smaller ones are what rounding leaves of equal distributions
 FLIP_COLUMNS = 160
-BF16_BITS = 16
 BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-
-
-def front(points: Sequence[tuple[float, float | None]]) -> tuple[bool, ...]:
-    """Mark the points (size, loss) on the Pareto front: no other is at most as large, loses at most as much, and less of one of them.
-    Points without a loss are not on it."""
-
-    def better(a: tuple[float, float | None], b: tuple[float, float | None]) -> bool:
-        return a[1] is not None and b[1] is not None and a[0] <= b[0] and a[1] <= b[1] and (a[0], a[1]) != (b[0], b[1])
-
-    return tuple(point[1] is not None and not any(better(other, point) for other in points) for point in points)
 
 
 def front_by(report: Report, loss: str) -> tuple[bool, ...]:
@@ -34,17 +23,25 @@ def front_by(report: Report, loss: str) -> tuple[bool, ...]:
 
 
 def verdict(report: Report) -> str:
-    """Say in a sentence which caches to take: those on the front of KL against size, the largest first, without those that are full
-    precision in all but name."""
-    marked = zip(report.caches, front_by(report, "kl"), strict=True)
-    best = [c for c, on_front in marked if on_front and (c.kl or 0) > LEAST_KL and c.bits_per_element < BF16_BITS]
-    if not best:
-        return "None of these caches is smaller than bfloat16 and changes what the model predicts; nothing is to be chosen."
-    best.sort(key=lambda c: -c.bits_per_element)
-    each = [f"at {c.bits_per_element:.1f} bits take {c.name} (KL {c.kl:.2g}, {c.agreement:.0%} of likeliest tokens kept)" for c in best]
-    left = len([c for c in report.caches if (c.kl or 0) > LEAST_KL]) - len(best)
-    others = f"; the other {left} {'is' if left == 1 else 'are'} larger or further from full precision" if left > 0 else ""
-    return f"{each[0][0].upper()}{each[0][1:]}{''.join(f', {text}' for text in each[1:])}{others}."
+    """Say in a sentence which caches to take."""
+    return sentence(
+        [
+            Choice(c.bits_per_element, c.kl, f"{c.name} (KL {c.kl or 0:.2g}, {c.agreement:.0%} of likeliest tokens kept)")
+            for c in report.caches
+        ]
+    )
+
+
+def warning(report: Report) -> str:
+    """Return a sentence, and a space, about the caches of which nothing was read quantized, so their numbers say nothing; else nothing."""
+    none = [c.name for c in report.caches if not c.quantized_tokens and c.spec != "dense"]
+    if not none:
+        return ""
+    are = "is the full-precision model" if len(none) == 1 else "are the full-precision model"
+    return (
+        f"NOT ONE token was read quantized through {', '.join(none)}: what is measured there {are}, "
+        f"for its full-precision windows hold all of the {report.request.capacity} tokens. "
+    )
 
 
 def pareto_kl(report: Report) -> Picture:
@@ -111,7 +108,7 @@ def _pareto(report: Report, theme: Theme, loss: str, name: str, floor: float, re
             c.bits_per_element,
             shown(value),
             style["marker"],
-            label=label(n, c.name),
+            label=label(n, c.name, c.bits_per_element),
             color=style["color"],
             markerfacecolor=face,
             markersize=6,
@@ -188,7 +185,7 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
 
     def perplexity(theme: Theme) -> Any:
         reference = (EXACT, {"color": theme["ink"], "linewidth": 2.4, "alpha": 0.45}, _exp(report.exact.nats))
-        rows = [(label(n, c.name), line_of(theme, n, c), _exp(c.nats)) for n, c in enumerate(report.caches, 1)]
+        rows = [(label(n, c.name, c.bits_per_element), line_of(theme, n, c), _exp(c.nats)) for n, c in enumerate(report.caches, 1)]
         return lines(theme, "perplexity", [reference, *rows])
 
     def kl(theme: Theme) -> Any:
@@ -196,7 +193,11 @@ def by_position(report: Report) -> tuple[Picture, Picture]:
             theme,
             "mean KL(p || q), nats",
             [
-                (label(n, c.name), line_of(theme, n, c), [v if v is not None and v > LEAST_KL else None for v in c.kl_by_position])
+                (
+                    label(n, c.name, c.bits_per_element),
+                    line_of(theme, n, c),
+                    [v if v is not None and v > LEAST_KL else None for v in c.kl_by_position],
+                )
                 for n, c in enumerate(report.caches, 1)
                 if (c.kl or 0) > LEAST_KL
             ],

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-FORMAT = "kvq report 1"
+FORMAT = "kvq report 2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,8 @@ class CacheNumbers:
     bytes .. bits_per_element of a cache of `Request.capacity` tokens, windows included, with full-precision rows in bfloat16
     body_bits_per_element     windows left out
     parameter_bytes, working_bytes   beside the cache: made once for the model, and needed during a step
+    quantized_tokens          of the tokens that the cache holds when a window reads it for the last time, those that are quantized; 0: it
+                              was full precision in all but name
     nats, kl_by_position, flips_by_position   by position
     flips                     places in the text where the likeliest token is not the full-precision model's
     sizes                     by layer; they add up to `bytes` less the cache's lengths (4 bytes)
@@ -145,6 +147,7 @@ class CacheNumbers:
     sink: int
     recent: int
     block: int
+    quantized_tokens: int
     nats: tuple[float | None, ...]
     kl_by_position: tuple[float | None, ...]
     flips_by_position: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvq_jax.files.whole import replacing
+from kvq_jax.files import whole
 from kvq_models.calibration.progress import Progress
 from kvq_tools.report import page
 from kvq_tools.report.schema import Report, dump
@@ -15,7 +15,7 @@ JSON, PAGE = "report.json", "index.html"
 def write_numbers(report: Report, out: Path) -> Path:
     """Write report.json, from which the rest can be made again."""
     target = out / JSON
-    _write(target, dump(report).encode())
+    whole.write(target, dump(report))
     return target
 
 
@@ -25,11 +25,6 @@ def write_page(report: Report, out: Path, progress: Progress | None = None) -> t
     pictures = [picture for section in shown for picture in section.pictures]
     for picture in (progress or (lambda items, _: items))(pictures, "drawing pictures"):
         written.append(out / f"{picture.name}.png")
-        _write(written[-1], picture.light)
-    _write(written[0], page.html(report, shown).encode())
+        whole.write(written[-1], picture.light)
+    whole.write(written[0], page.html(report, shown))
     return tuple(written)
-
-
-def _write(target: Path, content: bytes) -> None:
-    with replacing(target) as unfinished:
-        unfinished.write_bytes(content)

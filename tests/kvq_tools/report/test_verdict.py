@@ -38,6 +38,12 @@ def test_it_names_the_front_from_the_largest_to_the_smallest(report):
     assert "take b" not in worse, "the sentence follows the numbers"
 
 
+def test_two_sizes_that_one_digit_would_not_tell_apart_have_two(report):
+    told = verdict(with_numbers(report, ("a", 3.64, 0.02), ("b", 3.56, 0.03)))
+    assert "At 3.64 bits take a" in told, told
+    assert "at 3.56 bits take b" in told, told
+
+
 def test_without_a_quantized_cache_there_is_nothing_to_choose(report):
     assert "nothing is to be chosen" in verdict(with_numbers(report, ("dense", 16.0, 0.0), ("kivi", 15.0, 0.0)))
 
