@@ -23,7 +23,7 @@ from typing import Any, Self, TypedDict
 
 import jax
 
-from kvq_jax.files.whole import replacing
+from kvq_jax.files import whole
 
 DERIVED = "derived"
 RESULTS = pathlib.Path(__file__).parent / "results"  # the committed reports and their pages
@@ -62,8 +62,7 @@ class Report:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all."""
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        whole.write(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.report import GpuReport, KernelRow
 from benchmarks.report_file import RESULTS
+from kvq_jax.files.whole import replacing
 
 Lines = dict[str, list[tuple[int, float]]]  # (tokens, value) by candidate
 
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             figure = draw(report, model)
             for ending in ("png", "svg"):
                 target = file.with_name(f"{file.stem}_{model.lower()}.{ending}")
-                figure.savefig(target, dpi=120)
+                with replacing(target) as unfinished:
+                    figure.savefig(unfinished, dpi=120, format=ending)
                 print(target)
 
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 from typing import Any
 
-from kvq_jax.files.whole import replacing
+from kvq_jax.files import whole
 
 
 class Journal:
@@ -41,8 +41,7 @@ class Journal:
     def _write(self, lines: list[dict[str, Any]]) -> None:
         """Write the file again without what is no whole line."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.file) as unfinished:
-            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        whole.write(self.file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _whole_lines(file: pathlib.Path) -> list[dict[str, Any]]:

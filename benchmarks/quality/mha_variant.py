@@ -28,6 +28,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from kvq_jax.files import whole
 from kvq_models import EMBEDDED, LlamaConfig, load_llama
 from kvq_models.llama.model import Llama, abstract_llama
 from tools.embedded_model import corpus, export, state, train
@@ -100,7 +101,8 @@ def read_streams(corpus_dir: Path, run: Path, tokenizer: Tokenizer) -> dict[str,
         train_documents, held_out = corpus.split_documents(corpus.read_documents(corpus_dir))
         print(f"{len(train_documents)} training documents, {len(held_out)} held out; encoding ...", flush=True)
         parts = {"train": train_documents, "held_out": held_out}
-        save_file({name: corpus.encode_documents(tokenizer, documents) for name, documents in parts.items()}, file)
+        with whole.replacing(file) as unfinished:
+            save_file({name: corpus.encode_documents(tokenizer, documents) for name, documents in parts.items()}, unfinished)
     return load_file(file)
 
 
@@ -176,7 +178,7 @@ def make(options: argparse.Namespace) -> dict[str, Any] | None:
     found = {"original": {"perplexity": perplexity(llama, rows)}, "copies": described(copies), "disturbed": described(start)}
     for name, entry in found.items():
         print(_line(name, entry), flush=True)
-    (run / "config.json").write_text(json.dumps(start.config.to_hf(), indent=2) + "\n")
+    whole.write(run / "config.json", json.dumps(start.config.to_hf(), indent=2) + "\n")
     save_tokenizer(tokenizer, run, start.config.max_position_embeddings)
     if uptrain(start, streams, tokenizer, run, options).step < options.steps:
         return None
@@ -186,7 +188,7 @@ def make(options: argparse.Namespace) -> dict[str, Any] | None:
     print(_line("uptrained", found["uptrained"]), flush=True)
     settings = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str)}
     history = {"settings": settings, "held_out_tokens": rows[:, 1:].size, **found, "steps": train.read_history(run)}
-    (options.out / "history.json").write_text(json.dumps(history, indent=1) + "\n")
+    whole.write(options.out / "history.json", json.dumps(history, indent=1) + "\n")
     return history
 
 

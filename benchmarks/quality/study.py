@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from benchmarks.report_file import Report
+from kvq_jax.files.whole import replacing
 from kvq_models.named_models.names import EMBEDDED
 
 R = TypeVar("R", bound=Report)
@@ -50,7 +51,8 @@ def run_study(
         parser.exit(2, f"{error}\n")
     report.write(options.json)
     if draw is not None:
-        draw(report).savefig(options.json.with_suffix(".png"), dpi=110)
+        with replacing(options.json.with_suffix(".png")) as unfinished:
+            draw(report).savefig(unfinished, dpi=110, format="png")
     print(options.json)
 
 

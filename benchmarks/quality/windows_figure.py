@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS
+from kvq_jax.files.whole import replacing
 
 FILE = "quality_innerq.json"
 
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         figure = draw(QualityReport.read(file))
     except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
-    figure.savefig(file.with_suffix(".png"), dpi=110)
+    with replacing(file.with_suffix(".png")) as unfinished:
+        figure.savefig(unfinished, dpi=110, format="png")
     print(file.with_suffix(".png"))
 
 

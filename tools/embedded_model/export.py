@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
+from kvq_jax.files import whole
 from kvq_models.llama.checkpoint import load_llama, save_llama
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import abstract_llama
@@ -66,7 +67,7 @@ def ship(run: Path, out: Path) -> None:
     save_llama(state.with_parameters(abstract_llama(config, jnp.bfloat16), parameters), out)
     save_tokenizer(load_tokenizer(run), out, config.max_position_embeddings)
     generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_ids[0], "pad_token_id": config.eos_token_ids[0]}
-    (out / "generation_config.json").write_text(json.dumps(generation | {"do_sample": False}, indent=2) + "\n")
+    whole.write(out / "generation_config.json", json.dumps(generation | {"do_sample": False}, indent=2) + "\n")
     plot_history(read_history(run), out / "loss.png")
 
 
@@ -114,10 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    (options.out / "evaluation.json").write_text(json.dumps(results, indent=2) + "\n")
+    whole.write(options.out / "evaluation.json", json.dumps(results, indent=2) + "\n")
     config = json.loads((options.out / "config.json").read_text())
-    (options.out / "README.md").write_text(model_card(config, results))
-    (options.out / "history.json").write_text(json.dumps(_thinned(read_history(options.run)), indent=0) + "\n")
+    whole.write(options.out / "README.md", model_card(config, results))
+    whole.write(options.out / "history.json", json.dumps(_thinned(read_history(options.run)), indent=0) + "\n")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ import optax
 from jax.typing import ArrayLike
 from safetensors.numpy import load_file, save_file
 
+from kvq_jax.files.whole import replacing
 from kvq_models.llama.model import Llama
 
 Parameters: TypeAlias = dict[str, jax.Array]
@@ -70,9 +70,8 @@ def save_checkpoint(path: Path, step: int, parameters: Parameters, optimizer_sta
     """Write `path` (weights and optimizer state) atomically, with the step and `notes` in its header."""
     tensors = {f"parameters/{name}": leaf for name, leaf in parameters.items()} | _state_tensors(optimizer_state)
     arrays = {name: jax.device_get(leaf) for name, leaf in tensors.items()}
-    partial = path.with_suffix(".partial")
-    save_file(arrays, partial, metadata={"step": str(step), "notes": json.dumps(notes)})
-    os.replace(partial, path)
+    with replacing(path) as unfinished:
+        save_file(arrays, unfinished, metadata={"step": str(step), "notes": json.dumps(notes)})
 
 
 def load_checkpoint(path: Path, parameters: Parameters, optimizer_state: Any) -> tuple[Parameters, Any]:

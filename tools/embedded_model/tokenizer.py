@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from kvq_jax.files import whole
+
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0  # the trainer numbers special tokens first
 
@@ -39,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, which `transformers.AutoTokenizer` loads."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    whole.write(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -48,7 +50,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    whole.write(directory / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -26,6 +26,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from kvq_jax.files import whole
 from kvq_models.llama.config import LlamaConfig, RopeConfig
 from kvq_models.llama.model import Llama
 from tools.embedded_model import corpus, state
@@ -130,9 +131,9 @@ def prepare_data(corpus_dir: Path, out: Path, vocab_size: int) -> tuple[Tokenize
         print(f"{len(train)} training documents, {len(held_out)} held out; training the tokenizer ...", flush=True)
         tokenizer = train_tokenizer(train, vocab_size)
         save_tokenizer(tokenizer, out, corpus.WINDOW)
-        save_file(
-            {"train": corpus.encode_documents(tokenizer, train), "held_out": corpus.encode_documents(tokenizer, held_out)}, streams_file
-        )
+        streams = {"train": corpus.encode_documents(tokenizer, train), "held_out": corpus.encode_documents(tokenizer, held_out)}
+        with whole.replacing(streams_file) as unfinished:
+            save_file(streams, unfinished)
     return load_tokenizer(out), load_file(streams_file)
 
 
@@ -203,7 +204,8 @@ def train(
             entry |= probe_function(parameters)
             if entry["held_out_loss"] < best:
                 best = entry["held_out_loss"]
-                save_file({name: np.asarray(leaf) for name, leaf in parameters.items()}, out / "best.safetensors")
+                with whole.replacing(out / "best.safetensors") as unfinished:
+                    save_file({name: np.asarray(leaf) for name, leaf in parameters.items()}, unfinished)
         if last or progress.step % options.checkpoint_every == 0:
             notes = {"segments": segments}
             state.save_checkpoint(out / "checkpoint.safetensors", progress.step, parameters, optimizer_state, notes)
@@ -233,7 +235,8 @@ def plot_history(history: list[dict[str, Any]], file: Path) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(file, dpi=90)
+    with whole.replacing(file) as unfinished:
+        figure.savefig(unfinished, dpi=90, format="png")
     pyplot.close(figure)
 
 
@@ -253,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
             weight_decay=options.weight_decay,
             clip_norm=1.0,
         )
-        (options.out / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+        whole.write(options.out / "config.json", json.dumps(config.to_hf(), indent=2) + "\n")
         llama = Llama(config, rngs=nnx.Rngs(options.seed))
         if options.initialization == "induction":
             llama = wire_induction(llama, np.bincount(streams["train"], minlength=config.vocab_size), options.seed)
@@ -299,7 +302,7 @@ def read_history(out: Path) -> list[dict[str, Any]]:
 
 
 def _write_history(out: Path, history: list[dict[str, Any]]) -> None:
-    (out / "history.json").write_text("[\n" + ",\n".join(json.dumps(entry) for entry in history) + "\n]\n")
+    whole.write(out / "history.json", "[\n" + ",\n".join(json.dumps(entry) for entry in history) + "\n]\n")
 
 
 def _report(history: list[dict[str, Any]], source: corpus.RowSource, plan: state.OptimizerPlan) -> None:

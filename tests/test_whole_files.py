@@ -1,0 +1,50 @@
+"""Nothing of ours writes a file in place: after a kill, what stood there stands there still."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = ("kvq_jax", "models/kvq_models", "kvq_tools", "benchmarks", "tools", "pallas_kernels", "cpu_kernels")
+WRITERS = {"write_text", "write_bytes", "save_file", "savefig"}
+MANAGERS = {"replacing", "replacing_directory", "TemporaryDirectory"}
+ELSEWHERE = {  # what calls them wrote elsewhere first
+    ("kvq_tools/report/drawing.py", "savefig"),  # to memory
+    ("kvq_jax/files/checksum.py", "save_file"),  # to an unfinished file that its caller moves
+}
+
+
+def called(node: ast.AST) -> str:
+    """Return the last name of what is called; "" for no call."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def in_place(tree: ast.Module) -> list[tuple[int, str]]:
+    """Return (line, name) of each call of a writer outside a `with` that writes elsewhere first."""
+    whole = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With) and any(called(item.context_expr) in MANAGERS for item in node.items)
+        for inner in ast.walk(node)
+    }
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and called(node) in WRITERS)
+    return [(node.lineno, called(node)) for node in calls if node not in whole]
+
+
+def test_every_file_is_written_whole_or_not_at_all():
+    found, files = [], 0
+    for file in (file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py"))):
+        name = file.relative_to(ROOT).as_posix()
+        files += 1
+        calls = in_place(ast.parse(file.read_text(encoding="utf-8")))
+        found += [f"{name}:{line}: {call}" for line, call in calls if (name, call) not in ELSEWHERE]
+    assert files > 150, "the sources were not there"
+    assert not found, f"kvq_jax/files/whole.py has what writes these whole: {found}"
+
+
+def test_a_writer_in_place_is_seen():
+    assert in_place(ast.parse("path.write_text('a')")) == [(1, "write_text")]
+    assert in_place(ast.parse("with open(path) as file:\n    figure.savefig(path)")) == [(2, "savefig")]
+    assert in_place(ast.parse("with replacing(path) as unfinished:\n    unfinished.write_text('a')")) == []
