@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax import display
 from kvq_models.inference.generation import Generated
 from kvq_tools.evaluation.results import Evaluation
 from tests.kvq_models.checkpoints import tiny_config
@@ -55,3 +56,10 @@ def test_generated_tokens_and_an_evaluation_print_in_a_line(cache):
     wanted = f"Evaluation({kvq.parse(SPEC)}, mode decode, tokens 4, perplexity 2.718, KL 0.12500, top-1 agreement 75.00%)"
     assert repr(found) == wanted
     assert "<td>75.00%</td>" in found._repr_html_()
+
+
+def test_tables_escape_what_they_show():
+    hostile = "<script>alert('&')</script>"
+    table = display.table(hostile, {hostile: hostile})
+    assert "<script" not in table
+    assert table.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3, "caption, label and fact"
