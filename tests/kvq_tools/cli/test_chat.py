@@ -279,6 +279,20 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(model):
     assert stream.text(ids) == evil, "what is not shown keeps them"
 
 
+def test_a_chat_template_that_takes_too_long_is_stopped(model, monkeypatch):
+    tokenizer = inputs.load_tokenizer(str(model))
+    tokenizer.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    messages, handler = [{"role": "user", "content": SAID[0]}], signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 1)
+    with pytest.raises(UserError, match=r"\Athe tokenizer's chat template takes longer than 1 s\Z"):
+        inputs.render_chat(tokenizer, messages)
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "the alarm would ring later"
+    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(inputs, "TEMPLATE_SECONDS", 60)
+    assert inputs.render_chat(tokenizer, messages) == "<user>the cat is|<assistant>"
+
+
 BAD = {
     "no chat template": (("{model}",), "has no chat template"),
     "the embedded model": ((str(EMBEDDED),), "has no chat template"),

@@ -10,6 +10,7 @@ import json
 import pytest
 
 from kvq_tools.cli import main
+from kvq_tools.cli.console import print_json
 from tests.kvq_tools.cli.json_page import sections, undescribed_keys
 
 
@@ -43,3 +44,16 @@ def test_an_interruption_is_an_object_too(run, monkeypatch):
     code, out, err = run("methods", "--json")
     assert (code, json.loads(out)["error"]) == (130, "interrupted: the same command goes on")
     assert err == "kvq: interrupted: the same command goes on\n"
+
+
+def test_control_characters_in_an_object_are_escapes(capsys):
+    """A terminal obeys none of them, and a reader gets back what was written."""
+    text = "".join(map(chr, (*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xD800))) + "é漢🙂"
+    print_json("test", {"text": text, text: ["list", text]})
+    out = capsys.readouterr().out
+    shown = sorted({ch for ch in out if not ch.isprintable()})
+    assert shown == ["\n"], "what stands in the output as it is"
+    assert "é漢🙂" in out
+    found = json.loads(out)
+    assert found["text"] == text
+    assert found[text] == ["list", text]

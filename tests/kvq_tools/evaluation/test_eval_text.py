@@ -155,3 +155,13 @@ def test_numbers_by_position_add_up_to_those_of_the_text():
     assert found.bits_per_byte == pytest.approx(arrays["nats"].sum() / np.log(2) / 600)
     assert found.perplexity == pytest.approx(np.exp(arrays["nats"].mean()))
     assert found.flips.tolist() == np.flatnonzero(~found.agrees).tolist()
+
+
+@pytest.mark.parametrize("name", ["exact_nats", "nats", "kl"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_evaluation_is_finite_where_every_number_of_every_token_is(name: str, value: float):
+    where, arrays = np.arange(4), {name: np.ones(4, np.float32) for name in ("exact_nats", "nats", "kl")}
+    found = Evaluation(parse("dense"), "decode", 8, 0, where, where, agrees=where > 0, utf8_bytes=None, **arrays)
+    assert found.finite
+    arrays[name][2] = value
+    assert not found.finite, f"one {value} in {name} goes unnoticed"

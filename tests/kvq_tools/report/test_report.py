@@ -303,6 +303,14 @@ def test_every_picture_can_be_read(made, report):
         assert (made / f"{picture.name}.png").read_bytes() == picture.light, picture.name
 
 
+def test_a_dollar_in_the_name_of_a_cache_begins_no_formula(report):
+    """Matplotlib raises ValueError for a formula that it cannot read, when it draws."""
+    named = tuple(dataclasses.replace(cache, name=f"$\\frac{{$ {cache.name}") for cache in report.caches)
+    for section in page.sections(dataclasses.replace(report, caches=named)):
+        for picture in section.pictures:
+            assert picture.light, picture.name
+
+
 def test_every_cache_stands_in_the_legend_of_its_point(report):
     for draw in (quality.pareto_kl, quality.pareto_perplexity):
         (legend,) = draw(report).draw(LIGHT).legends
