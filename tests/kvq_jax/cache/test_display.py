@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax import display
+from kvq_jax.cache import display
 from kvq_models.inference.generation import Generated
 from kvq_tools.evaluation.results import Evaluation
 from tests.kvq_models.checkpoints import tiny_config
