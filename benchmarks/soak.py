@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> SoakReport:
     run."""
     started, programs = time.monotonic(), [0]
 
-    def count(event: str, _: float, **__: Any) -> None:
+    def count(event: str, duration_secs: float, **__: Any) -> None:
         programs[0] += event == COMPILED
 
     jax.monitoring.register_event_duration_secs_listener(count)
