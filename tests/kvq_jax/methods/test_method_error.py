@@ -38,7 +38,7 @@ def test_attention_error_is_the_pinned_one(case: MethodCase):
         assert error == pytest.approx(case.attention_error, rel=0.2), f"measured {error:.4f}"
 
 
-@cases()
+@cases(every=True)
 def test_stored_bits_of_the_body_are_the_pinned_ones(case: MethodCase):
     assert kvq.body_bits_per_element(case.spec, CacheDims(2, 4, 2, 64, 256)) == pytest.approx(case.body_bits, rel=1e-12)
 
