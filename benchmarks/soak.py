@@ -4,7 +4,7 @@ A round prefills prompts into a cache that was trimmed to nothing, and then deco
 row is trimmed, now by a few tokens as speculative decoding does, now by many as a chat that goes back a turn. All draws of a round follow
 from its number. After some of the rounds, the same round runs in a cache that was never used: every bit of all of its logits must be equal.
 
-    python -m benchmarks.soak --steps 1000000 --json benchmarks/results/soak.json --work runs/soak
+    python -m benchmarks.soak --steps 1000000 --json soak.json --work runs/soak
 
 A run that was stopped goes on where it was, with its caches read from the folder of --work.
 """

@@ -9,8 +9,10 @@ import pytest
 
 
 def some(cases: Iterable[Any], usual: Collection[Any]) -> list[Any]:
-    """Return the cases for `pytest.mark.parametrize`; those that are not `usual` run with --exhaustive alone, and on GPUs."""
+    """Return the cases for `pytest.mark.parametrize`; those that are not `usual` run with --exhaustive alone, and on GPUs. A tuple has a
+    value for each of several names."""
     cases = list(cases)
     missing = [case for case in usual if case not in cases]
     assert not missing, f"{missing} are no cases"
-    return [case if case in usual else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=() if case in usual else pytest.mark.exhaustive) for case, value in zip(cases, values, strict=True)]

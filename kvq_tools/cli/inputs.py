@@ -266,12 +266,13 @@ def output_directory(path: str, *, empty: bool = False) -> Path:
         raise UserError(f"--out {path!r} cannot be written: {error}") from error
 
 
-def warn_beyond(tokens: int, config: LlamaConfig) -> None:
-    """Warn where a model meets more tokens than it was trained for; UserError where they are beyond its sliding window."""
+def warn_beyond(tokens: int, config: LlamaConfig, name: str = "") -> None:
+    """Warn where a model meets more tokens than it was trained for, with the name of what has them; UserError where they are beyond its
+    sliding window."""
     with input_errors():
         config.check_window(tokens)
     if tokens > config.max_position_embeddings:
-        warn(f"{tokens} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
+        warn(f"{name}{tokens} tokens go beyond the {config.max_position_embeddings} positions that the model was trained for")
 
 
 def load_tokenizer(model: str) -> Any:

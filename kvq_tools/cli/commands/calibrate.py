@@ -92,7 +92,7 @@ def _checked(options: argparse.Namespace, out: Path) -> tuple[list[int], int]:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r} must be a file in a directory that exists")
     length = options.length or min(LENGTH, config.positions)
-    inputs.warn_beyond(length, config)
+    inputs.warn_beyond(length, config, "samples of ")
     tokenizer = inputs.need_tokenizer(options.model, "read the text")
     ids = inputs.encode(tokenizer, inputs.read_text(options.text))
     with input_errors():

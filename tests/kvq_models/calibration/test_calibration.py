@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no samples": ({"samples": 0}, "samples=0"),
     "a cache that needs none": ({"spec": "kivi"}, "'kivi' needs no calibration"),
     "only dense layers": ({"spec": f"{SPEC},skip_layers=0-1"}, "needs no calibration"),
-    "a cache that does not fit": ({"spec": "kvquant:outliers=0.001"}, "outliers=0.001"),
+    "a cache that does not fit": ({"spec": "k=kvquant:bits=2,outliers=0.1+v=kivi:group_size=24+cache:block=8"}, "group_size=24"),
     "sinks as long as samples": ({"spec": f"{SPEC},sink=20"}, "keeps the first 20 in full precision"),
 }
 

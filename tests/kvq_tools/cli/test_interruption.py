@@ -28,7 +28,7 @@ COMMANDS = {
 }
 TIMES = int(os.environ.get("KVQ_INTERRUPTIONS", "1"))
 DELAYS = (0.6, 1.5, 0.1, 2.4, 3.5)  # seconds after the message, while the command compiles
-MOST_SECONDS = 1.5  # to leave: one, and what a busy machine adds
+MOST_SECONDS = 1.5  # to leave on a core of its own: one, and a margin
 
 
 # A new session has no controlling terminal, to which Ctrl-C would go, until its leader opens one. A process whose parent ignores Ctrl-C, as
@@ -83,6 +83,14 @@ class Terminal:
         os.close(self._file)
 
 
+def waiting() -> float:
+    """Return how many times longer than its own CPU time a process takes at this moment, because others run: 1 on a free core."""
+    start, used = time.monotonic(), time.process_time()
+    while time.process_time() - used < 0.3:
+        pass
+    return max(1.0, (time.monotonic() - start) / 0.3)
+
+
 @pytest.fixture
 def terminal():
     """terminal(*arguments) -> the Terminal in which they run."""
@@ -107,7 +115,8 @@ def test_ctrl_c_ends_a_compiling_command_within_a_second(command, turn, terminal
     assert left, f"{command} went on after Ctrl-C:\n{shell.text}"
     status = shell.status()
     assert status == 130, f"{command} ended with {status} after Ctrl-C:\n{shell.text}"
-    assert seconds < MOST_SECONDS, f"{command} took {seconds:.1f} s to leave"
+    most = MOST_SECONDS * waiting()
+    assert seconds < most, f"{command} took {seconds:.1f} s to leave, of at most {most:.1f} beside what else runs"
     assert shell.text.count("kvq: interrupted") == 1, shell.text
     assert "Traceback" not in shell.text, shell.text
     hidden, shown = shell.text.rfind("\x1b[?25l"), shell.text.rfind("\x1b[?25h")
