@@ -151,7 +151,9 @@ class Soak:
 
 def run(options: argparse.Namespace) -> SoakReport:
     """Run until `--steps` steps are done; the report is written after each sample. ValueError where the folder of --work belongs to another
-    run."""
+    run, or no step is asked for."""
+    if options.steps < 1:
+        raise ValueError("--steps must be at least 1")
     started, programs = time.monotonic(), [0]
 
     def count(event: str, duration_secs: float, **__: Any) -> None:
@@ -176,8 +178,8 @@ def run(options: argparse.Namespace) -> SoakReport:
         digests, soak.caches[i] = soak.round(number, i, soak.caches[i])
         if done % ROUNDS and done < rounds:
             continue
-        found = soak.compare(number, i, digests)
-        checked, different = checked + 1, (*different, *([found] if found else []))
+        difference = soak.compare(number, i, digests)
+        checked, different = checked + 1, (*different, *([difference] if difference else []))
         soak.save(options.work)
         held = round(time.monotonic() - started, 1), resident_bytes(), mappings(), programs[0]
         samples.append(Sample(done * per_round, done * SEGMENTS * BATCH, process, *held, checked, different))

@@ -11,6 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
+import kvq_jax as kvq
+from tests.exhaustive import some
+from tests.methods_table import METHOD_CASES, ONE_OF_EACH
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -84,3 +88,20 @@ def test_programs_are_dropped_by_bytes_and_read_back_from_the_runs_cache(run):
     assert 0.05 < float(line[1]) < 3
     assert int(line[2]) >= 2
     assert int(line[3]) >= 25
+
+
+def test_every_method_has_a_row_that_slow_tests_run_by_default():
+    def methods(rows) -> set[str]:
+        return {re.split("[:=]", row.spec)[0].rstrip("0123456789") for row in rows}
+
+    named = {name.rstrip("0123456789") for name in kvq.METHODS}
+    assert named <= methods(ONE_OF_EACH), f"{named - methods(ONE_OF_EACH)} runs with --exhaustive alone"
+    assert methods(METHOD_CASES) == methods(ONE_OF_EACH)
+    assert len(ONE_OF_EACH) < len(METHOD_CASES) / 2, "slow tests run over almost everything"
+
+
+def test_cases_that_are_not_usual_are_marked_whatever_their_values():
+    marked = {param.values: [mark.name for mark in param.marks] for param in some([("a", 1), ("b", 2), "c"], [("a", 1)])}
+    assert marked == {("a", 1): [], ("b", 2): ["exhaustive"], ("c",): ["exhaustive"]}
+    with pytest.raises(AssertionError, match="are no cases"):
+        some(["a"], ["b"])

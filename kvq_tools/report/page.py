@@ -41,7 +41,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     parts = [
         Section(
             "Quality against size",
-            f"{quality.verdict(report)} {quality.warning(report)}"
+            f"{quality.advice(report)} "
             f"KL, perplexity and sizes are of the same run: {scored}, read through the cache itself ({_mode(report)}). "
             f"Sizes are of a cache of {request.capacity} tokens; with longer contexts the full-precision windows weigh less, "
             "and a cache moves towards its body's bits (table below).",

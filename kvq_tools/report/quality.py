@@ -32,15 +32,20 @@ def verdict(report: Report) -> str:
     )
 
 
+def advice(report: Report) -> str:
+    """Say which caches to take, and which numbers say nothing."""
+    return " ".join(text for text in (verdict(report), warning(report)) if text)
+
+
 def warning(report: Report) -> str:
-    """Return a sentence, and a space, about the caches of which nothing was read quantized, so their numbers say nothing; else nothing."""
+    """Return a sentence about the caches of which nothing was read quantized, so their numbers say nothing; else nothing."""
     none = [c.name for c in report.caches if not c.quantized_tokens and c.spec != "dense"]
     if not none:
         return ""
     are = "is the full-precision model" if len(none) == 1 else "are the full-precision model"
     return (
         f"NOT ONE token was read quantized through {', '.join(none)}: what is measured there {are}, "
-        f"for its full-precision windows hold all of the {report.request.capacity} tokens. "
+        f"for its full-precision windows hold all of the {report.request.capacity} tokens."
     )
 
 

@@ -74,3 +74,11 @@ def test_a_folder_of_another_run_is_refused(small, tmp_path, monkeypatch, capsys
         small(48)
     assert stop.value.code == 2
     assert "holds rows of another run (capacity)" in capsys.readouterr().err
+
+
+def test_a_soak_of_no_steps_is_refused(small, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        small(0)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "--steps must be at least 1\n"
+    assert not list(tmp_path.iterdir()), "something was written"

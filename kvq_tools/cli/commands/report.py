@@ -20,7 +20,7 @@ from kvq_tools.evaluation.run import BATCH, Settings
 from kvq_tools.evaluation.through import CHUNK, STEP
 from kvq_tools.report import maps, schema, times, write
 from kvq_tools.report.collect import Plan, collect
-from kvq_tools.report.quality import front_by, verdict, warning
+from kvq_tools.report.quality import advice, front_by, verdict
 
 CONTEXTS = (256, 1024, 4096, 16384)  # of the default, as far as the model's positions reach
 NO_CONTEXTS = "none"
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("report", summary(report, written))
     else:
-        print_line(f"{verdict(report)} {warning(report)}".strip())
+        print_line(advice(report))
         print(f"{written[1]}: {format_bytes(written[1].stat().st_size)}; beside it {write.JSON} and {len(written) - 2} PNGs")
     check_finite([c.name for c in report.caches if c.perplexity is None or c.kl is None])
 
