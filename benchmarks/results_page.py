@@ -16,6 +16,7 @@ from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu.report import GpuReport
+from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport
@@ -50,8 +51,13 @@ def _always(subject: str) -> Callable[[Any], str]:
 
 
 KINDS = (
-    Kind("overview", OverviewReport, overview.page, _always("bytes of an 8B model's cache, KL to full precision on a small model")),
+    Kind(
+        "overview", OverviewReport, overview.page, _always("bytes of an 8B model's cache, KL to full precision on the model that it names")
+    ),
     Kind("instructions", machine_code.Instructions, machine_code.page, _always("machine instructions for each cached element")),
+    Kind(
+        "launches*", launches.LaunchReport, launches.page, _always("what a layer of a decode step launches on a GPU, with estimated times")
+    ),
     Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
     Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),
     Kind(

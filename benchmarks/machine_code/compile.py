@@ -46,10 +46,12 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run."""
+    """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run. thunks: XLA's
+    list of what the program launches, one line for each."""
 
     compiled: jax.stages.Compiled
     kernels: dict[str, Kernel]
+    thunks: str
 
     def kernel(self, pattern: str) -> Kernel:
         """Return the one kernel whose whole name matches the regular expression. Raise ValueError where there is none or more than one."""
@@ -75,10 +77,10 @@ def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[A
         lowered = jitted.lower(*arguments)
     with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
         compiled = lowered.compile({"xla_dump_to": folder, **_OPTIONS})
-        kernels = _read_dump(pathlib.Path(folder))
+        kernels, thunks = _read_dump(pathlib.Path(folder))
     if not kernels:
         raise RuntimeError("XLA wrote no PTX of a kernel that is launched: is a compilation cache switched on (jax_compilation_cache_dir)?")
-    return Program(compiled, kernels)
+    return Program(compiled, kernels, thunks)
 
 
 def _only_device(target: Target) -> NamedSharding:
@@ -97,11 +99,10 @@ def _topology(target: Target) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(target.name, "cuda", target_config=target.config, topology="1x1x1")
 
 
-def _read_dump(folder: pathlib.Path) -> dict[str, Kernel]:
-    """Return the kernels that are launched, from the PTX files that XLA left in a folder."""
-    launches = {}
-    for file in folder.glob("*thunk_sequence*.txt"):
-        launches |= {name: int(size) for name, size in _LAUNCH.findall(file.read_text(encoding="utf-8"))}
+def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str]:
+    """Return the kernels that are launched and the list of launches, from what XLA left in a folder."""
+    lists = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*thunk_sequence*.txt")}
+    launches = {name: int(size) for text in lists.values() for name, size in _LAUNCH.findall(text)}
     kernels = {}
     for file in sorted(folder.glob("*.ptx")):
         ptx = file.read_text(encoding="utf-8")
@@ -112,4 +113,4 @@ def _read_dump(folder: pathlib.Path) -> dict[str, Kernel]:
             if threads is None:
                 raise RuntimeError(f"the PTX of {name} does not say how many threads a block has")
             kernels[name] = Kernel(name, ptx, math.prod(int(n) for n in threads.groups() if n), launches[name])
-    return kernels
+    return kernels, next((text for name, text in sorted(lists.items()) if name.endswith("thunk_sequence.txt")), "")

@@ -9,7 +9,6 @@ them. `block` is always the codec's tree of descriptions for one block: the entr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,21 +80,26 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
 
 
 def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: LengthsB) -> Array:
-    batch, axis, entries = spec.axis("batch"), spec.axis("tokens"), spec["tokens"].size
-    width = new.shape[axis]
-    index = spec.along("tokens", jnp.arange(width))
+    batch, axis, entries = spec.axis("batch"), spec.axis("tokens") - 1, spec["tokens"].size
+    assert batch == 0, "the batch is the first axis of every stored array"
+    width = new.shape[axis + 1]
+    index = spec.along("tokens", jnp.arange(width))[0]
 
-    def write(row: Array, whole: Array) -> Array:
-        at = jnp.minimum(first[row] * entries, whole.shape[axis] - width)
-        shift = first[row] * entries - at  # where the window had to start early to stay inside the array
-        update = lax.dynamic_slice_in_dim(new, row, 1, axis=batch)
+    def write(row: Array, update: Array, first: Array, count: Array) -> Array:
+        at = jnp.minimum(first * entries, row.shape[axis] - width)
+        shift = first * entries - at  # where the window had to start early to stay inside the array
         if width > entries:
             update = jnp.roll(update, shift, axis)
-        corner: list[Any] = [0] * old.ndim
-        corner[batch], corner[axis] = row, at
-        kept = lax.dynamic_slice(whole, corner, update.shape)
-        merged = jnp.where((index >= shift) & (index < shift + count[row] * entries), update, kept)
-        return lax.dynamic_update_slice(whole, merged, corner)
+        kept = lax.dynamic_slice_in_dim(row, at, width, axis)
+        merged = jnp.where((index >= shift) & (index < shift + count * entries), update, kept)
+        return lax.dynamic_update_slice_in_dim(row, merged, at, axis)
 
-    # A loop over rows updates in place on every backend; one scatter over rows made XLA's CPU backend copy the array.
-    return lax.fori_loop(0, old.shape[batch], write, old)
+    def looped(old: Array, new: Array, first: Array, count: Array) -> Array:
+        def one(b: Array, whole: Array) -> Array:
+            row, update = (lax.dynamic_index_in_dim(a, b, keepdims=False) for a in (whole, new))
+            return lax.dynamic_update_index_in_dim(whole, write(row, update, first[b], count[b]), b, 0)
+
+        return lax.fori_loop(0, len(old), one, old)
+
+    # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop is two launches (docs/decisions.md).
+    return lax.platform_dependent(old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped)

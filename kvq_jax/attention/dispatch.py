@@ -23,7 +23,7 @@ from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.attention import native, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
-from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
+from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.tiles.layout import SPAN
 
@@ -145,18 +145,18 @@ def name_of(chosen: Chosen) -> str:
 def attend(
     plan: LayerPlan,
     params: Tree,
-    windows: LayerState,
+    before: LayerState,
+    after: LayerState,
     body: Sides,
     inputs: LayerInputs,
     limits: PositionsBT,
     chosen: Chosen,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does; what `choose` chose reads the body."""
-    if chosen == "native":
-        read_body = native.read_body
-    else:
-        read_body = streaming.read_chunks if chosen is None else functools.partial(_fused().read_body, chosen)
-    return streaming.attend(plan, params, windows, body, inputs, limits, read_body)
+    """Attend as `streaming.attend` does; what `choose` chose reads the body. before, after: the state without and with the new tokens."""
+    if isinstance(chosen, Launch):
+        # on a GPU each copy of the windows beside their new rows would be a launch, and kernels serve one new token
+        return streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_fused().read_body, chosen), appended=True)
+    return streaming.attend(plan, params, before, body, inputs, limits, native.read_body if chosen == "native" else streaming.read_chunks)
 
 
 def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, chosen: Chosen) -> Tree:
@@ -169,6 +169,23 @@ def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill
     if not isinstance(chosen, Launch) or job is None:
         return codec.quantize(params, stats, rows, prefill=prefill)
     return _fused().quantize(codec, job, rows, chosen)
+
+
+def append_block(
+    plan: LayerPlan, codec: Codec, stats: Tree, body: Tree, ring: RowsBKTH, first: LengthsB, leaving: LengthsB, chosen: Chosen
+) -> Tree | None:
+    """Return the body with the block added that leaves the ring of each row where leaving[b] > 0, tokens first[b] on, in place and in one
+    launch; None where no fused kernel is chosen that does it. The ring holds the newest tokens already."""
+    regions = plan.regions
+    job = codec.kernel_job(stats, prefill=False) if isinstance(chosen, Launch) and codec.cross_layer is None else None
+    if (
+        not isinstance(chosen, Launch)
+        or job is None
+        or regions.ring_slots != regions.recent + regions.block
+        or regions.recent % regions.block
+    ):
+        return None
+    return _fused().append_block(codec, job, body, ring, first, leaving, chosen)
 
 
 def _fused() -> types.ModuleType:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 from jaxtyping import Array, Float
 
 from kvq_jax.arrays.grouped_array import GroupedArray
+from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec, KernelJob
-from kvq_jax.types.array_types import RowsBKTH, Tree
+from kvq_jax.types.array_types import LengthsB, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.launch import Launch
-from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.quantize import append as quantize_append
+from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
@@ -52,8 +55,34 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
 def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:
     """Quantize whole blocks of rows into the uniform groups that `job` describes."""
     format, scheme, divisor = job
+    packed = quantize_rows(rows, _grouped_reader(codec), scheme, format.bits, divisor=divisor, launch=launch)
+    return GroupedArray(packed.words, packed.scale, packed.zero, format)
+
+
+def append_block(
+    codec: Codec, job: KernelJob, stored: GroupedArray, ring: RowsBKTH, first: LengthsB, leaving: LengthsB, launch: Launch
+) -> GroupedArray:
+    """Return a stored body with the block of tokens from first[b] on, quantized from the ring, in each row where leaving[b] > 0."""
+    format, scheme, divisor = job
+    specs = codec.body(1, 1, format.block)
+    body = load_body(specs, stored)
+    packed = quantize_append.append_block(
+        Packed(body.words, body.scale, body.zero),
+        ring,
+        first,
+        leaving,
+        _grouped_reader(codec),
+        scheme,
+        format.bits,
+        block=format.block,
+        divisor=divisor,
+        launch=launch,
+    )
+    return jax.tree.map(lambda spec, array: spec.store(array), specs, GroupedArray(packed.words, packed.scale, packed.zero, format))
+
+
+def _grouped_reader(codec: Codec) -> GroupedReader:
     reader = codec.kernel_reader()
     reader = reader.inner if isinstance(reader, RotatedReader) else reader
     assert isinstance(reader, GroupedReader), "codecs with a kernel to quantize have uniform groups"
-    packed = quantize_rows(rows, reader, scheme, format.bits, divisor=divisor, launch=launch)
-    return GroupedArray(packed.words, packed.scale, packed.zero, format)
+    return reader

@@ -37,15 +37,18 @@ def attend(
     inputs: LayerInputs,
     limits: PositionsBT,
     read_body: BodyReader | None = None,
+    *,
+    appended: bool = False,
 ) -> QueryBNTH:
     """Return softmax(q k^T / sqrt(H)) v over everything a query may see; [B, N, T, H] in the dtype of q, fp32 accumulation.
 
     windows: the state *before* the tokens of `inputs` were appended; its sink and ring are read together with the new rows. body: the
     arrays to read beyond the windows, see `LayerPlan.readable`. limits [B, T]: how many body tokens each query sees; positions from sink +
-    limit on are read in full precision. read_body adds the body's part (default: `read_chunks`). The output at padding is finite and
-    unspecified.
+    limit on are read in full precision. read_body adds the body's part (default: `read_chunks`). appended: the windows are those *after*,
+    and hold every new token that a query sees, as they do after one; the new rows are then read as the windows store them. The output at
+    padding is finite and unspecified.
     """
-    view = _view(plan, params, windows, body, inputs)
+    view = _view(plan, params, windows, body, inputs, appended)
     tokens = inputs.q_rot.shape[2]
     queries = Queries(inputs.q_rot, inputs.positions, limits)
     if tokens <= QUERY_CHUNK:
@@ -105,20 +108,23 @@ class View(NamedTuple):
 BodyReader: TypeAlias = Callable[[View, Queries, Array, PartialAttention], PartialAttention]
 
 
-def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, inputs: LayerInputs) -> View:
+def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, inputs: LayerInputs, appended: bool) -> View:
     regions = plan.regions
     start = inputs.positions[:, :1]
+    if appended:
+        start = start + jnp.sum(inputs.valid, axis=1, keepdims=True, dtype=start.dtype)
     sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=start.dtype)[None], (start.shape[0], regions.sink_slots))
     ring = regions.ring_positions(start[:, 0])
-    positions = jnp.concatenate([sink, ring, inputs.positions], axis=1)
-    real = jnp.concatenate([sink < start, (ring >= regions.sink) & (ring < start), inputs.valid], axis=1)
-    old = positions[:, : -inputs.positions.shape[1]]
+    old = jnp.concatenate([sink, ring], axis=1)
+    real = jnp.concatenate([sink < start, (ring >= regions.sink) & (ring < start)], axis=1)
+    positions = old if appended else jnp.concatenate([old, inputs.positions], axis=1)
+    real = real if appended else jnp.concatenate([real, inputs.valid], axis=1)
     vectors = []
     for side, (codec, new) in enumerate(((plan.k, inputs.k_rot), (plan.v, inputs.v))):
         home = 0 if plan.joint else side
         rows = jnp.concatenate([windows.sink[home], windows.ring[home]], axis=2)
         held = codec.vectors(params[side], rows, old, inputs.rope)
-        vectors.append(jnp.concatenate([held, new.astype(held.dtype)], axis=2))
+        vectors.append(held if appended else jnp.concatenate([held, new.astype(held.dtype)], axis=2))
     keys, values = vectors
     values = jnp.where(real[:, None, :, None], values, 0)  # a masked token has weight 0, but 0 * nan is nan
     return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)

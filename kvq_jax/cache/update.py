@@ -59,7 +59,7 @@ def decode_layer(
     after = append_layer(plan, params, state, inputs, carry, prefill=False, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     limits = plan.regions.body(inputs.positions + 1)
-    return dispatch.attend(plan, params, state, plan.readable(after.body, carry), inputs, limits, chosen), after, carry
+    return dispatch.attend(plan, params, state, after, plan.readable(after.body, carry), inputs, limits, chosen), after, carry
 
 
 def append_layer(
@@ -78,7 +78,7 @@ def append_layer(
         rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
         sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
         ring.append(_refresh(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(plan, codec, params[side], state, side, rows, start, total, carry, prefill, chosen))
+        body.append(_age(plan, codec, params[side], state, side, rows, ring[side], start, total, carry, prefill, chosen))
     return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
 
 
@@ -147,13 +147,14 @@ def _age(
     state: LayerState,
     side: int,
     rows: Array,
+    ring: Array,
     start: LengthsB,
     total: LengthsB,
     carry: Tree,
     prefill: bool,
     chosen: Chosen,
 ) -> Tree:
-    """Return the body with the blocks added that leave the window when `start` tokens become `total`."""
+    """Return the body with the blocks added that leave the window when `start` tokens become `total`. ring: with these tokens in it."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = min(-(-tokens // block), regions.body_capacity // block)
@@ -161,6 +162,10 @@ def _age(
         return state.body[side]
     first = regions.body(start)
     leaving = (regions.body(total) - first) // block  # [B], at most `blocks`
+    if tokens == 1 and not prefill:  # what leaves is still in the ring, which has room for a block more than it must hold
+        body = dispatch.append_block(plan, codec, state.stats[side], state.body[side], ring, first, leaving, chosen)
+        if body is not None:
+            return body
     position = (regions.sink + first)[:, None] + jnp.arange(blocks * block)[None]
     index = jnp.where(position < start[:, None], regions.ring_slot(position), regions.ring_slots + position - start[:, None])
 

@@ -95,7 +95,7 @@ def quantize_rows(
     Contract: groups over channels are whole chunks of the planes, groups over tokens whole spans.
     Raises ValueError where that does not hold.
     """
-    _check(rows, reader, scheme, bits)
+    check_format(rows, reader, scheme, bits)
     batch, heads, tokens, channels = rows.shape
     p, group = reader.layout, reader.group
     dtype = jnp.dtype(reader.scale_dtype)
@@ -126,7 +126,7 @@ def quantize_rows(
     inputs = [source] if divisor is None else [source, divisor.astype(jnp.float32)]
     job = Job(reader, scheme, bits, divisor is not None, spans, launch.asm)
     outputs = triton_call(
-        functools.partial(_token_kernel if over_tokens else _channel_kernel, job=job),
+        functools.partial(token_kernel if over_tokens else channel_kernel, job=job),
         name=f"quantize_{scheme}_{reader.axis}",
         grid=(batch, heads, count // spans),
         in_specs=[token_block(source), *(whole_array_but(2, array, (0, 1)) for array in inputs[1:])],
@@ -141,7 +141,7 @@ def quantize_rows(
     return Packed(flat, outputs[sets], outputs[sets + 1] if len(scales) == 2 else None)
 
 
-def _check(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) -> None:
+def check_format(rows: Array, reader: GroupedReader, scheme: Scheme, bits: int) -> None:
     p, (tokens, channels) = reader.layout, rows.shape[2:]
     if scheme not in ("asym", "sym", "hybrid"):
         raise ValueError(f"{scheme=}: choose 'asym', 'sym' or 'hybrid'")
@@ -209,7 +209,7 @@ def _inverse_divisor(divisor: Any, job: Job, chunk: int) -> Array | None:
     return None if divisor is None else 1.0 / divisor[:, pl.ds(chunk * width, width)]
 
 
-def _channel_kernel(*refs: Any, job: Job) -> None:
+def channel_kernel(*refs: Any, job: Job) -> None:
     """Quantize one span of tokens, group by group: a tile [32 / slots, W] for each chunk is loaded, coded and packed in registers."""
     # rows [32, H], divisor [1, H], words [32 / slots, tiles * W], scale and zero [H / group, 32]
     rows, divisor, word_refs, scale_ref, zero_ref = _open(refs, job)
@@ -269,7 +269,7 @@ def _choose(choose_sym: Array, asym: Quantizer, sym: Quantizer) -> Quantizer:
     return Quantizer(*(jnp.where(choose_sym, s, a) for a, s in zip(asym, sym, strict=True)))
 
 
-def _token_kernel(*refs: Any, job: Job) -> None:
+def token_kernel(*refs: Any, job: Job) -> None:
     """Quantize some groups of tokens side by side, one row [groups, W] of each at a time.
 
     So the range of a group is elementwise, and no lane waits for another. Chunk by chunk the scales, then word row by word row the codes;

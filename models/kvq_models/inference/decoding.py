@@ -29,7 +29,7 @@ from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.integers import int32
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import cropped, padded
-from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_models.llama.model import HiddenBTD, Layer, Llama, QueryBNTH
 from kvq_models.llama.rope import rope_for
 
 FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
@@ -179,27 +179,31 @@ def _advance(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[Hidde
     rope = rope_for(llama.config, step.cache.capacity)
     hidden = llama.embed_tokens(tokens)
     for layer in llama.layers:
-        own = layer.attention_inputs(hidden, step.positions, step.valid, rope)
+        own = attention_inputs(layer, hidden, step.positions, step.valid, rope)
         attention, step = append_and_attend(
             step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
         )
-        hidden = finish_by_chunks(layer.finish, hidden, attention)
+        hidden = finish_layer(layer, hidden, attention)
     return hidden, finish(step)
 
 
-def finish_by_chunks(finish: Callable, hidden: HiddenBTD, attention: Float[Array, "B N T H"]) -> HiddenBTD:
+attention_inputs = jax.jit(Layer.attention_inputs)  # layers that are alike are traced and lowered once, here as in _layer_step
+
+
+@jax.jit
+def finish_layer(layer: Layer, hidden: HiddenBTD, attention: QueryBNTH) -> HiddenBTD:
     """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
     length = hidden.shape[1]
     chunks = -(-length // FINISH_CHUNK)
     if chunks == 1:
-        return finish(hidden, attention)
+        return layer.finish(hidden, attention)
     padding = chunks * FINISH_CHUNK - length
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     attention = jnp.pad(attention, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
     def one(i: Array) -> HiddenBTD:
         at = i * FINISH_CHUNK
-        return finish(lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1), lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2))
+        return layer.finish(lax.dynamic_slice_in_dim(hidden, at, FINISH_CHUNK, 1), lax.dynamic_slice_in_dim(attention, at, FINISH_CHUNK, 2))
 
     done = jnp.moveaxis(lax.map(one, jnp.arange(chunks)), 0, 1)
     return done.reshape(hidden.shape)[:, :length]

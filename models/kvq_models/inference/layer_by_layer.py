@@ -14,24 +14,16 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.step import Step, append_and_attend, begin
-from kvq_jax.cache.step import finish as finish_step
+from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 from kvq_jax.types.rope import Rope
-from kvq_models.inference.decoding import check_dims, finish_by_chunks
+from kvq_models.inference.decoding import attention_inputs, check_dims, finish_layer
 from kvq_models.inference.method_parameters import parameters_for
-from kvq_models.llama.model import HiddenBTD, Layer, Llama, QueryBNTH
+from kvq_models.llama.model import HiddenBTD, Llama, QueryBNTH
 from kvq_models.llama.rope import rope_for
 
 embed = jax.jit(Llama.embed_tokens)
-attention_inputs = jax.jit(Layer.attention_inputs)
 head = jax.jit(Llama.logits)
-
-
-@jax.jit
-def finish(layer: Layer, hidden_BTD: HiddenBTD, attention_BNTH: QueryBNTH) -> HiddenBTD:
-    """Run what follows attention in a layer."""
-    return finish_by_chunks(layer.finish, hidden_BTD, attention_BNTH)
 
 
 def prefill_together(
@@ -59,8 +51,8 @@ def prefill_together(
         inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
         attended = [_attend(step, inputs, rope) for step in steps]
         steps = [step for _, step in attended]
-        hidden = finish(layer, hidden, attended[0][0])
-    return head(llama, hidden[:, -1:])[:, 0], tuple(finish_step(step) for step in steps)
+        hidden = finish_layer(layer, hidden, attended[0][0])
+    return head(llama, hidden[:, -1:])[:, 0], tuple(finish(step) for step in steps)
 
 
 def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
@@ -71,8 +63,8 @@ def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: Lengt
     hidden = embed(llama, tokens)
     for layer in llama.layers:
         attention, step = _attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
-        hidden = finish(layer, hidden, attention)
-    return hidden, step.valid, finish_step(step)
+        hidden = finish_layer(layer, hidden, attention)
+    return hidden, step.valid, finish(step)
 
 
 def _attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:

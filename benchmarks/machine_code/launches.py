@@ -1,0 +1,215 @@
+"""What a layer of a decode step launches on a GPU: compiled for one that this machine does not have, read from XLA's list of thunks.
+
+    python -m benchmarks.machine_code.launches --json benchmarks/results/launches.json
+    python -m benchmarks.machine_code.launches --case 'kivi' --batch 16        a few of the cases, on the terminal
+
+A layer is what lies between two of its neighbours' attention kernels. Loops count as often as their bodies run, a branch as its longer
+side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Needs the extra `aot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kvq_jax as kvq
+from benchmarks.llama_8b import NAME, llama_config
+from benchmarks.machine_code.compile import compile_for
+from benchmarks.machine_code.target import H200, TARGETS, Target
+from benchmarks.machine_code.tools import missing
+from benchmarks.markdown import head, table
+from benchmarks.report_file import Report, arguments, header
+from kvq_jax.layer.plan import LayerPlan
+from kvq_models import decode_step
+from kvq_models.llama.model import abstract_llama
+from pallas_kernels.launch import Launch
+
+SPECS = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "kvquant:bits=4", "k=polarquant+v=innerq:bits=4")
+BATCHES, TOKENS, LAYERS = (1, 16, 64), 32768, 3  # a period needs the layer before it and the one after it
+NODE_US = 2.0  # of a launch inside of a graph
+KERNEL = "decode_attention"  # the attention kernel's name begins so
+_LINE = re.compile(r"(?P<indent> *)(?P<number>\d+): (?P<kind>k\w+) *\[[^\]]*\] *(?P<name>\S*)")
+_SECTION = re.compile(r" *(condition|body|\w*branch\w*):\s*$")
+LAUNCHES = ("kCustomKernel", "kKernel", "kCopy", "kGemm", "kCublasLtMatmul", "kCuDnn", "kMemset32BitValue", "kMemzero")
+
+
+@dataclasses.dataclass
+class Thunk:
+    """One line of the list: its kind, the kernel's name, and the thunks inside of it by section (condition, body, a branch)."""
+
+    kind: str
+    name: str
+    inside: dict[str, list[Thunk]] = dataclasses.field(default_factory=dict)
+
+    def launches(self, trips: int) -> Iterator[str]:
+        """Yield the name of each launch; a loop runs `trips` times."""
+        if self.kind == "kWhile":
+            for _ in range(trips):
+                yield from (name for section in self.inside.values() for thunk in section for name in thunk.launches(trips))
+            yield from (name for thunk in self.inside.get("condition", ()) for name in thunk.launches(trips))
+        elif self.inside:
+            yield from max(([n for t in section for n in t.launches(trips)] for section in self.inside.values()), key=len)
+        elif self.kind in LAUNCHES:
+            yield re.sub(r"(_\d+)+$", "", self.name) or self.kind
+
+
+def thunks(text: str) -> list[Thunk]:
+    """Return the list of a dump. Raise ValueError for a kind that is neither a launch nor holds others."""
+    top: list[Thunk] = []
+    lists, latest = {0: top}, dict[int, Thunk]()  # by indentation: where a thunk belongs, and the last one
+    opened: tuple[int, list[Thunk]] | None = None  # a section whose first thunk is still to come
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if match := _LINE.match(line):
+            if opened is not None and indent > opened[0]:
+                lists[indent] = opened[1]
+            opened = None
+            thunk = Thunk(match["kind"], match["name"])
+            lists[indent].append(thunk)
+            latest = {at: last for at, last in latest.items() if at < indent} | {indent: thunk}
+        elif match := _SECTION.match(line):
+            owner = latest[max(at for at in latest if at <= indent)]  # "condition:" is not indented, "body:" is
+            opened = indent, owner.inside.setdefault(match[1], [])
+        elif line.strip():
+            raise ValueError(f"a list of thunks has a line of unknown form: {line!r}")
+    return top
+
+
+def of_a_layer(top: list[Thunk]) -> list[Thunk]:
+    """Return the thunks after the last but one attention kernel up to the last. Raise ValueError where there are none."""
+    places = [i for i, thunk in enumerate(top) if thunk.name.startswith(KERNEL)]
+    if len(places) < LAYERS:
+        raise ValueError(f"{len(places)} kernels of attention in {LAYERS} layers: something else reads the cache")
+    return top[places[-2] + 1 : places[-1] + 1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """The launches of a layer. launches: their number by name; loops, branches: thunks that no command buffer captures; limit_us: the bytes
+    of the layer's cache at the target's copy bandwidth."""
+
+    spec: str
+    target: str
+    jax: str
+    batch: int
+    tokens: int
+    launches: dict[str, int]
+    loops: int
+    branches: int
+    limit_us: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.launches.values())
+
+    @property
+    def matrices(self) -> int:
+        """Return the launches of the layer's projections."""
+        return sum(count for name, count in self.launches.items() if re.search("gemm|triton_dot|matmul", name, re.IGNORECASE))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchReport(Report):
+    rows: tuple[Row, ...]
+
+
+def measure(spec: str, batch: int, target: Target = H200, tokens: int = TOKENS) -> Row:
+    """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer launches."""
+    config = llama_config(LAYERS)
+    cache = kvq.layout(spec, config, batch, tokens, "bfloat16")
+    step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
+    llama = abstract_llama(config, "bfloat16")
+    llama.cache_parameters = nnx.data(tuple(calibrated(plan) for plan in cache.plans))
+    program = compile_for(target, step, (llama, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)))
+    layer = of_a_layer(thunks(program.thunks))
+    counts = Counter(name for thunk in layer for name in thunk.launches(batch))
+    bytes_read = kvq.nbytes(cache.layers[0])
+    return Row(
+        spec=spec,
+        target=target.name,
+        jax=jax.__version__,
+        batch=batch,
+        tokens=tokens,
+        launches=dict(sorted(counts.items())),
+        loops=sum(thunk.kind == "kWhile" for thunk in layer),
+        branches=sum(thunk.kind == "kConditional" for thunk in layer),
+        limit_us=bytes_read / target.copy_bandwidth * 1e6,
+    )
+
+
+def calibrated(plan: LayerPlan) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
+    """Return the shapes of a layer's calibrated parameters, keys' and values'."""
+    return tuple({name: described.struct for name, described in codec.parameters(plan.heads).items()} for codec in (plan.k, plan.v))
+
+
+HEADER = (
+    "cache",
+    "target",
+    "JAX",
+    "batch",
+    "launches",
+    "of them projections",
+    "loops",
+    "branches",
+    "us of launches",
+    "us of the cache's bytes",
+)
+
+
+def line(row: Row) -> tuple[str, ...]:
+    counts = (f"{n}" for n in (row.batch, row.total, row.matrices, row.loops, row.branches))
+    return f"`{row.spec}`", row.target, row.jax, *counts, f"{row.total * NODE_US:.0f}", f"{row.limit_us:.1f}"
+
+
+def page(report: LaunchReport, file: pathlib.Path) -> str:
+    """Render the table, and what the launches are."""
+    said = (
+        f"A layer of a decode step of {NAME} in bfloat16, caches of {TOKENS:,} tokens, compiled without a GPU. Times are estimates: "
+        f"{NODE_US:g} us for a launch, and the cache's bytes at the bandwidth of a copy; nothing was run."
+    )
+    names = [f"`{row.spec}`, batch {row.batch}, JAX {row.jax}: " + ", ".join(_counted(row.launches)) for row in report.rows]
+    return "\n\n".join([*head(report, file, said), table(HEADER, map(line, report.rows)), "## What they are", *names])
+
+
+def _counted(launches: dict[str, int]) -> Iterator[str]:
+    return (f"{count} {name}" if count > 1 else name for name, count in launches.items())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code.launches", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", help="write the counts here; rows of another version of JAX in it stay")
+    parser.add_argument("--case", metavar="REGEX", default="", help="only caches whose spec has a match of this")
+    parser.add_argument("--batch", nargs="+", type=int, default=BATCHES, help="rows of the caches")
+    parser.add_argument("--target", choices=TARGETS, default=H200.name, help="the GPU")
+    options = parser.parse_args(argv)
+    specs = [spec for spec in SPECS if re.search(options.case, spec)]
+    if not specs:
+        parser.exit(2, f"no cache matches {options.case!r}: {', '.join(SPECS)}\n")
+    if lacking := missing():
+        parser.exit(2, f"{lacking}\n")
+    rows = []
+    for spec in specs:
+        for batch in options.batch:
+            start = time.perf_counter()
+            rows.append(measure(spec, batch, TARGETS[options.target]))
+            print(f"{spec}, batch {batch}: {rows[-1].total} launches, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    if options.json:
+        LaunchReport(title="Launches of a layer", **header(("benchmarks.machine_code.launches", *arguments(argv))), rows=tuple(rows)).write(
+            options.json
+        )
+    print(table(HEADER, map(line, rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Many steps of a layer through the kernels, against XLA: tokens enter the windows, blocks leave them, rows rest and fill up."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.cache.update import decode_layer
+from kvq_jax.layer.plan import LayerPlan, LayerState
+from pallas_kernels.launch import Launch
+from tests.exhaustive import some
+from tests.kvq_jax.attention.test_dispatch import CAPACITY, DIMS, decode, plan_of, prefill, tokens
+from tests.kvq_jax.layer_runs import parameters_of, row_errors
+
+SPECS = ("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true")
+LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
+STEPS = 40  # in which three blocks and more leave a window
+RESTING = 2  # this row takes no token in every third step
+
+
+def run(spec: str, implementation: Implementation) -> tuple[list[jax.Array], LayerState, LayerPlan, np.ndarray]:
+    """Return the outputs of all steps, the state after them, the plan and the lengths."""
+    cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
+    plan, state, lengths = cache.plans[0], cache.layers[0], LENGTHS.copy()
+    prompt = tokens().window(np.zeros_like(lengths), lengths, CAPACITY)
+    _, state, _ = prefill(plan, parameters_of(plan), state, prompt, (), implementation="xla")
+    outputs = []
+    for step in range(STEPS):
+        after = np.minimum(lengths + 1, CAPACITY)
+        after[RESTING] -= step % 3 == 0
+        out, state, _ = decode(plan, parameters_of(plan), state, tokens().window(lengths, after, 1), (), implementation=implementation)
+        outputs.append(jnp.where((after > lengths)[:, None, None, None], out, 0))
+        lengths = after
+    return outputs, state, plan, lengths
+
+
+def compare(spec: str, implementation: Implementation) -> None:
+    wanted, expected, plan, lengths = run(spec, "xla")
+    found, state, _, _ = run(spec, implementation)
+    body = plan.regions.body
+    blocks = [(body(int(after)) - body(int(before))) // plan.regions.block for before, after in zip(LENGTHS, lengths, strict=True)]
+    assert sum(blocks) >= 3, f"{blocks=}: too few leave a window"
+    assert lengths.max() == CAPACITY
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        error = row_errors(one, other).max()
+        assert error < 1e-2, f"step {step}: {error:.1e}"
+    assert max(row_errors(one, other).max() for one, other in zip(found, wanted[1:], strict=False)) > 0.1, (
+        "another step's output would pass"
+    )
+    for path, (one, other) in enumerate(zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)):
+        share = np.count_nonzero(np.asarray(one) != np.asarray(other)) / max(one.size, 1)
+        assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape} differ"
+
+
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[:3]))
+def test_steps_are_those_of_xla(spec):
+    compare(spec, Launch(interpret=True))
+
+
+def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
+    """Compiled for a GPU; a ring that does not hold whole blocks goes the other way."""
+    programs = {}
+    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100"):
+        plan = plan_of(spec)
+        state = jax.eval_shape(lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
+        new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
+        traced = jax.jit(functools.partial(decode_layer, plan, (), carry=(), implementation=Launch())).trace(state, inputs=new)
+        programs[spec] = traced.lower(lowering_platforms=("cuda",)).as_text()
+    aligned, other = programs.values()
+    assert aligned.count("append_asym_") >= 2
+    assert "stablehlo.case" not in aligned
+    assert "stablehlo.while" not in aligned
+    assert "append_asym_" not in other
+    assert "stablehlo.case" in other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_steps_on_a_gpu_are_those_of_xla(spec, arithmetic):
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    compare(spec, Launch(arithmetic))

@@ -1,0 +1,118 @@
+"""The kernel that appends a block to a body: its bits are those of quantize_rows in their place, and nothing else changes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.launch import Launch
+from pallas_kernels.quantize.append import append_block
+from pallas_kernels.quantize.kernel import Packed, quantize_rows
+from tests.exhaustive import some
+from tests.pallas_kernels.lowering import lower_for_cuda
+from tests.pallas_kernels.quantize.test_quantize import CASES, INTERPRETED, QuantizeCase, divisor_of, reader_of, special_rows
+
+BODY = 192  # tokens
+RING = 3  # blocks
+LEAVING = np.array([1, 0, 1], np.int32)
+
+
+def block_of(case: QuantizeCase) -> int:
+    return 64 if case.format.axis == "tokens" and case.format.group_size == 64 else 32
+
+
+@functools.partial(jax.jit, static_argnames=("case", "launch"))
+def append(
+    case: QuantizeCase, body: Packed, ring: jax.Array, first: jax.Array, leaving: jax.Array, divisor: jax.Array | None, launch: Launch
+):
+    reader, format = reader_of(case.format), case.format
+    return append_block(body, ring, first, leaving, reader, case.scheme, format.bits, block=block_of(case), divisor=divisor, launch=launch)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "launch"))
+def quantized(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None, launch: Launch) -> Packed:
+    return quantize_rows(rows, reader_of(case.format), case.scheme, case.format.bits, divisor=divisor, launch=launch)
+
+
+def arrays_of(case: QuantizeCase, packed: Packed) -> dict[str, np.ndarray]:
+    """Return the arrays with their tokens on axis 2, and as bits."""
+    swap = case.format.axis == "channels"
+    scales = {"scale": packed.scale} | ({} if packed.zero is None else {"zero": packed.zero})
+    found = {f"words {i}": np.asarray(w) for i, w in enumerate(packed.words)}
+    found |= {name: np.swapaxes(np.asarray(a), 2, 3) if swap else np.asarray(a) for name, a in scales.items()}
+    return {name: array.view(f"u{array.itemsize}") for name, array in found.items()}
+
+
+def wrong_in(
+    case: QuantizeCase, ring: jax.Array, before: Packed, after: Packed, first: np.ndarray, leaving: np.ndarray, launch: Launch
+) -> list[str]:
+    """Name every row and array that is not what it should be."""
+    block, slots = block_of(case), ring.shape[2]
+    at = first % slots
+    rows = jnp.stack([ring[b, :, at[b] : at[b] + block] for b in range(len(ring))])
+    new = arrays_of(case, quantized(case, rows, divisor_of(case, len(ring)), launch))
+    old, found = arrays_of(case, before), arrays_of(case, after)
+    wrong = []
+    for name, array in found.items():
+        for b in range(len(ring)):
+            expected, per = old[name][b].copy(), new[name].shape[2] / block
+            if leaving[b]:
+                start = int(first[b] * per)
+                expected[:, start : start + new[name].shape[2]] = new[name][b]
+            if not np.array_equal(array[b], expected):
+                wrong.append(f"{name} of row {b}")
+    return wrong
+
+
+def inputs_of(case: QuantizeCase) -> tuple[Packed, jax.Array, np.ndarray]:
+    """Return a body of other rows, a ring, and the tokens at which blocks are to be written: the first, a middle and the last place."""
+    rng, block = np.random.default_rng(2), block_of(case)
+    shape = (len(LEAVING), 2, BODY, case.format.channels)
+    body = quantized(case, jnp.asarray(rng.normal(size=shape), case.dtype), divisor_of(case, len(LEAVING)), INTERPRETED)
+    ring = np.asarray(rng.normal(size=(*shape[:2], RING * block, shape[3])), np.float32)
+    ring[0] = special_rows(case)[1, :, : RING * block].astype(jnp.float32) if RING * block <= 128 else ring[0]
+    return body, jnp.asarray(ring, case.dtype), np.array([0, block, BODY - block], np.int32)
+
+
+@pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
+def test_a_block_is_written_in_its_place_and_nothing_else(case):
+    body, ring, first = inputs_of(case)
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED)
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED)), wrong
+    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), INTERPRETED), (
+        "a row that keeps its block would pass for any other"
+    )
+    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, INTERPRETED), (
+        "another block of the ring would pass"
+    )
+
+
+def test_a_ring_that_would_wrap_within_a_block_is_refused():
+    case = CASES[2]
+    body, ring, first = inputs_of(case)
+    with pytest.raises(ValueError, match="a ring of 95 slots does not hold whole blocks of 32"):
+        append(case, body, ring[:, :, :95], first, LEAVING, None, INTERPRETED)
+
+
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
+def test_every_case_lowers_for_cuda(case, arithmetic):
+    body, ring, first = (*jax.eval_shape(lambda given: given, inputs_of(case)[:2]), jax.ShapeDtypeStruct((3,), jnp.int32))
+    divisor = jax.ShapeDtypeStruct((3, 2, 1, case.format.channels), jnp.float32) if case.divided else None
+    text = lower_for_cuda(lambda *args: append(case, *args, Launch(arithmetic)), body, ring, first, first, divisor)
+    assert f"append_{case.scheme}_{case.format.axis}" in text, "the kernel has lost its name"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_case_runs_on_a_gpu(case, arithmetic):
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    body, ring, first = inputs_of(case)
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), Launch(arithmetic))
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), wrong
