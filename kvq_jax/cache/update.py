@@ -58,7 +58,8 @@ def decode_layer(
     chosen = dispatch.choose(implementation, plan, heads, tokens)
     after = append_layer(plan, params, state, inputs, carry, prefill=False, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
-    limits = plan.regions.body(inputs.positions + 1)
+    # past the capacity a token sees nothing that is real; without the bound it would see a block more than there is
+    limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
     return dispatch.attend(plan, params, state, after, plan.readable(after.body, carry), inputs, limits, chosen), after, carry
 
 

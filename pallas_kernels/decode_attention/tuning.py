@@ -42,10 +42,20 @@ def device_cores() -> int:
     return getattr(jax.devices()[0], "core_count", None) or H200_CORES
 
 
+def device_shared_bytes() -> int:
+    """Return the shared memory of a multiprocessor of the device that this process runs on: an H200's where it is not a GPU, and the least
+    that any has where its architecture is unknown."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return SHARED_BYTES["9.0"] if capability is None else SHARED_BYTES.get(str(capability), min(SHARED_BYTES.values()))
+
+
 TUNING = Tuning()
 H200_CORES = 132
 WARPS = 8  # the most that a multiprocessor's 65536 registers hold, for kernels that use 255 registers
-SHARED_BYTES = 233472  # of a Hopper multiprocessor
+SHARED_BYTES = {  # of a multiprocessor, by compute capability: CUDA's programming guide, table of technical specifications
+    **{"8.0": 167936, "8.6": 102400, "8.7": 167936, "8.9": 102400},
+    **{"9.0": 233472, "10.0": 233472, "12.0": 102400},
+}
 OTHER_SHARED_BYTES = 3072  # of each program: for rearranging, and what the system keeps
 
 
@@ -60,7 +70,7 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
     while tile > capacity:
         tile //= 2
     tile = max(tile, SPAN)
-    resident = min(WARPS // warps, SHARED_BYTES // shared_bytes(k, v, tile, stages))
+    resident = min(WARPS // warps, device_shared_bytes() // shared_bytes(k, v, tile, stages))
     return Tuning(tile, warps, stages, resident=max(1, resident))
 
 

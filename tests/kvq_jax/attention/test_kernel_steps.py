@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -87,3 +89,22 @@ def test_steps_on_a_gpu_are_those_of_xla(spec, arithmetic):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
     compare(spec, Launch(arithmetic))
+
+
+def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest.MonkeyPatch):
+    """A token past the capacity would complete a block that the arrays have no room for."""
+    capacity = 96 + 3 * 32 + 31
+    plan = plan_of("kivi:bits=4", capacity=capacity)
+    assert plan.regions.body(capacity + 1) > plan.regions.body_capacity, "this capacity shows nothing"
+    seen: list[np.ndarray] = []
+
+    def attend(plan, params, before, after, body, inputs, limits, chosen):
+        seen.append(np.asarray(limits))
+        return inputs.q_rot
+
+    monkeypatch.setattr(dispatch, "attend", attend)
+    full = np.full_like(LENGTHS, capacity)
+    inputs = dataclasses.replace(tokens().window(full, full + 1, 1), valid=jnp.zeros((len(full), 1), bool))
+    state = kvq.init_cache("kivi:bits=4", DIMS, len(full), capacity, "bfloat16").layers[0]
+    decode_layer(plan, parameters_of(plan), state, inputs, (), "xla")
+    np.testing.assert_array_equal(seen[0], plan.regions.body_capacity)

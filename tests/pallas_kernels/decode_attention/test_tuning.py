@@ -97,6 +97,15 @@ def test_cores_are_those_of_the_device(monkeypatch):
     assert device_cores() == H200_CORES
 
 
+def test_programs_share_the_memory_that_their_device_has(monkeypatch):
+    """Rows in full precision ask for 82 KB: two programs fit an H200, one an A100 or an RTX 4090, and one is always started."""
+    found = {}
+    for capability in ("9.0", "8.0", "8.9", "99.0"):
+        monkeypatch.setattr(jax, "devices", lambda capability=capability: [types.SimpleNamespace(compute_capability=capability)])
+        found[capability] = tuning_for(EXACT, EXACT, 8, 16384, True).resident, tuning_for(*pair(3, "sym"), 8, 16384, True).resident
+    assert found == {"9.0": (2, 5), "8.0": (1, 4), "8.9": (1, 2), "99.0": (1, 2)}
+
+
 @kernel_cases("innerq1_sym_h128_g4")
 def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
     arrays, launch = stored(case, LONG), Launch(interpret=True)
