@@ -154,8 +154,7 @@ def attend(
 ) -> QueryBNTH:
     """Attend as `streaming.attend` does; what `choose` chose reads the body. before, after: the state without and with the new tokens."""
     if isinstance(chosen, Launch):
-        # on a GPU each copy of the windows beside their new rows would be a launch, and kernels serve one new token
-        return streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_fused().read_body, chosen), appended=True)
+        return _fused().attend(plan, params, after, body, inputs, limits, chosen)
     return streaming.attend(plan, params, before, body, inputs, limits, native.read_body if chosen == "native" else streaming.read_chunks)
 
 

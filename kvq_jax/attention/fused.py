@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 from jaxtyping import Array, Float
@@ -11,10 +12,12 @@ from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec, KernelJob
-from kvq_jax.types.array_types import LengthsB, RowsBKTH, Tree
+from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
+from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
@@ -23,18 +26,51 @@ from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 
 
-def read_body(
+def attend(
+    plan: LayerPlan, params: Tree, after: LayerState, body: Sides, inputs: LayerInputs, limits: PositionsBT, launch: Launch
+) -> QueryBNTH:
+    """Attend as `streaming.attend` does, with one query token, which the windows of the state `after` the append hold already."""
+    if not _reads_windows(plan, after):
+        return streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
+    batch, heads, _, head_dim = inputs.q_rot.shape
+    rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
+    tokens = inputs.positions[:, 0] + inputs.valid[:, 0].astype(inputs.positions.dtype)
+    part = attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)
+    of_body = _body_part(launch, plan, params, after.stats, body, inputs.rope, rows, limits)
+    out = online_softmax.finish(online_softmax.merge(part, of_body))
+    return out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+
+
+def _reads_windows(plan: LayerPlan, state: LayerState) -> bool:
+    """Return True where one kernel reads the windows: keys after RoPE and values, of 16 bits, in windows that are not tiny."""
+    sink, ring = plan.regions.sink_slots, plan.regions.ring_slots
+    enough = ring >= LEAST_SLOTS and (not sink or sink >= LEAST_SLOTS)
+    return enough and not plan.joint and all(codec.stores_vectors for codec in plan.codecs) and state.ring[0].dtype.name in DTYPES
+
+
+def _add_body(
     launch: Launch, view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention
 ) -> PartialAttention:
-    """Return `part` with the body added, as `streaming.read_chunks` does, but by the decode-attention kernel. T = 1."""
-    plan = view.plan
-    keys, values = (
-        reader_and_arrays(codec, params, body, view.rope, plan.regions.sink)
-        for codec, params, body in zip(plan.codecs, view.params, view.body, strict=True)
-    )
-    query = plan.k.query(view.params[0], view.stats[0], rows)
-    of_body = decode_attention(query, keys, values, queries.limits[:, 0], capacity=plan.regions.body_capacity, launch=launch)
+    """Return `part` with the body added, as `streaming.read_chunks` does, but by the decode-attention kernel."""
+    of_body = _body_part(launch, view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits)
     return online_softmax.merge(part, of_body)
+
+
+def _body_part(
+    launch: Launch,
+    plan: LayerPlan,
+    params: Tree,
+    stats: Sides,
+    body: Sides,
+    rope: Rope | None,
+    rows: Float[Array, "B K R H"],
+    limits: PositionsBT,
+) -> PartialAttention:
+    keys, values = (
+        reader_and_arrays(codec, own, arrays, rope, plan.regions.sink) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
+    )
+    query = plan.k.query(params[0], stats[0], rows)
+    return decode_attention(query, keys, values, limits[:, 0], capacity=plan.regions.body_capacity, launch=launch)
 
 
 def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:

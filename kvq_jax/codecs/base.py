@@ -156,6 +156,11 @@ class Codec(abc.ABC):
         """Return keys after RoPE, or values, from cached rows at these positions."""
         return rows
 
+    @property
+    def stores_vectors(self) -> bool:
+        """Return True where cached rows are keys after RoPE, or values: where `vectors` returns them as they are."""
+        return type(self).vectors is Codec.vectors
+
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
         """Return what `scores` needs of the queries, computed once for all chunks. R = G * T query rows share a KV head. q is as the model
         made it: the caller scales the scores by 1/sqrt(H)."""

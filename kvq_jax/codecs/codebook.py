@@ -50,6 +50,10 @@ class CodebookCodec(Codec):
     def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         return codebook_array.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
+    @property
+    def stores_vectors(self) -> bool:
+        return not self.pre_rope
+
     def kernel_reader(self) -> Reader | str:
         f = self.format
         return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)

@@ -26,8 +26,8 @@ from pallas_kernels.triton_call import triton_call, whole_array_but
 def append_block(
     body: Packed,
     ring: Float[Array, "B K R H"],
-    first: Int[Array, "B"],
-    leaving: Int[Array, "B"],
+    first: Int[Array, " B"],
+    leaving: Int[Array, " B"],
     reader: GroupedReader,
     scheme: Scheme,
     bits: int,
