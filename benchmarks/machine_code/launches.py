@@ -1,6 +1,6 @@
 """What a layer of a decode step launches on a GPU: compiled for one that this machine does not have, read from XLA's list of thunks.
 
-    python -m benchmarks.machine_code.launches --json benchmarks/results/launches.json
+    python -m benchmarks.machine_code.launches --json benchmarks/results/launches_jax_0_10.json
     python -m benchmarks.machine_code.launches --case 'kivi' --batch 16        a few of the cases, on the terminal
 
 A layer is what lies between two of its neighbours' attention kernels. Loops count as often as their bodies run, a branch as its longer

@@ -40,9 +40,9 @@ def bits_per_element(spec: CacheSpec | str, config: ModelDims, capacity: int, dt
 def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
     """Return the stored bits of a body element, averaged over layers and sides: what papers call average bits, without windows.
 
-    Counted from the arrays of whole blocks.
+    Counted from the arrays of whole blocks. Elements in full precision count as 16 bits, whatever dtype the model has.
     """
-    cache = layout(spec, config, 1, 1)
+    cache = layout(spec, config, 1, 1, "bfloat16")
     bits = elements = 0
     for plan in cache.plans:
         tokens = plan.regions.block * 32

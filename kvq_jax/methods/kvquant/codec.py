@@ -169,6 +169,10 @@ class KVQuantCodec(Codec):
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         return rotate_keys(rows, positions, rope) if self.pre_rope else rows
 
+    @property
+    def stores_vectors(self) -> bool:
+        return not self.pre_rope
+
     def kernel_reader(self) -> Reader | str:
         return self._described(kernel_readers.nonuniform)
 

@@ -14,11 +14,13 @@ import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.update import decode_layer
-from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
 from tests.kvq_jax.attention.test_dispatch import CAPACITY, DIMS, decode, plan_of, prefill, tokens
-from tests.kvq_jax.layer_runs import parameters_of, row_errors
+from tests.kvq_jax.cache_runs import DIMS as CASE_DIMS
+from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
+from tests.methods_table import METHOD_CASES, MethodCase
 
 SPECS = ("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true")
 LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
@@ -108,3 +110,15 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
     state = kvq.init_cache("kivi:bits=4", DIMS, len(full), capacity, "bfloat16").layers[0]
     decode_layer(plan, parameters_of(plan), state, inputs, (), "xla")
     np.testing.assert_array_equal(seen[0], plan.regions.body_capacity)
+
+
+@pytest.mark.parametrize("case", METHOD_CASES, ids=lambda case: case.id)
+def test_a_codec_stores_vectors_where_it_returns_them_as_they_are(case: MethodCase):
+    """The kernel of windows reads what is stored; so nothing may be left to do with it, and nothing else is said to be stored."""
+    for plan in dict.fromkeys(kvq.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):
+        params = by_side(parameters_of(plan))
+        for codec, own, ring in zip(plan.codecs, params, plan.layout(1, "float32").ring, strict=False):
+            rows = jnp.ones(ring.shape, jnp.float32)
+            positions = jnp.arange(ring.shape[2], dtype=jnp.int32)[None]
+            returned = codec.vectors(own, rows, positions, sequences().rope)
+            assert (returned is rows) == codec.stores_vectors, f"{type(codec).__name__} of {plan.k}, {plan.v}"

@@ -20,6 +20,7 @@ from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.types.array_types import Axis, RowsBKTH
 from kvq_jax.types.pytree import describe, pytree
+from tests.kvq_models.checkpoints import tiny_config
 from tests.methods_table import MethodCase, cases
 
 DIMS = CacheDims(3, 4, 2, 32, 128)
@@ -72,6 +73,12 @@ def test_no_buffer_is_shared(case: MethodCase):
 def test_body_bits_are_codes_and_scales(spec: str, bits: float):
     for head_dim in (64, 128):
         assert kvq.body_bits_per_element(spec, CacheDims(2, 4, 2, head_dim, 4 * head_dim)) == bits
+
+
+def test_body_bits_do_not_depend_on_the_dtype_of_the_model():
+    for spec in ("dense", "k=kivi:bits=2+v=dense"):
+        bits = {kvq.body_bits_per_element(spec, dataclasses.replace(tiny_config(), dtype=dtype)) for dtype in ("float32", "bfloat16")}
+        assert bits == {16.0 if spec == "dense" else 9.5}, spec
 
 
 def test_windows_count_and_fade_with_the_context():

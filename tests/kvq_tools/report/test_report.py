@@ -192,7 +192,7 @@ def test_json_gives_back_the_report(report, tmp_path):
 def test_the_committed_report_is_read_and_its_command_is_that_of_the_docs():
     root = pathlib.Path(__file__).parents[3]
     committed, page = schema.read(root / "docs/report/report.json"), (root / "docs/commands.md").read_text(encoding="utf-8")
-    asked = re.search(r"^kvq report embedded (.*?)^```", page, re.DOTALL | re.MULTILINE)
+    asked = re.search(r"^kvq report smollm2 (.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert asked, "docs/commands.md has no command of the report"
     words = set(asked[1].replace("\\\n", " ").split())
     assert words <= set(committed.command.split()), f"{words - set(committed.command.split())} is not what the report was made with"
