@@ -42,7 +42,7 @@ def attend_windows(
     slots without a token hold is never used. Raises ValueError for other dtypes and fewer slots.
     """
     batch, heads, group, channels = q.shape
-    slots, dtype = tuple(window[0].shape[2] for window in (sink, ring)), ring[0].dtype
+    slots, dtype = (sink[0].shape[2], ring[0].shape[2]), ring[0].dtype
     if dtype.name not in DTYPES:
         raise ValueError(f"windows in {dtype.name}: kernels read {' and '.join(DTYPES)}")
     if any(0 < count < LEAST_SLOTS for count in slots) or not slots[1]:

@@ -9,7 +9,7 @@ from benchmarks.machine_code.tools import missing
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 
-MOST = {"dense": 26, "kivi:bits=4": 33, "innerq:bits=2": 40}  # at batch 1, where XLA splits sums; fewer at 16 and 64
+MOST = {"kivi:bits=4": (27, 22), "innerq:bits=2": (32, 27)}  # at batch 1, where XLA cuts sums in two, and at 64
 
 
 @pytest.mark.parametrize("batch", [1, 64])
@@ -17,5 +17,5 @@ MOST = {"dense": 26, "kivi:bits=4": 33, "innerq:bits=2": 40}  # at batch 1, wher
 def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     row = measure(spec, batch)
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
-    assert row.total <= MOST[spec], f"{row.total} launches: {row.launches}"
+    assert row.total <= MOST[spec][batch > 1], f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1

@@ -61,10 +61,11 @@ def test_a_line_of_another_form_is_an_error_and_not_a_launch_fewer():
 
 
 def test_committed_counts_have_no_loop_in_a_layer():
-    """Whatever the batch; and where no block is quantized by XLA, no branch either. Then a graph captures the step."""
+    """Whatever the batch; and where a kernel writes the blocks, no branch either. Then a graph captures the step."""
     files = sorted((pathlib.Path(launches.__file__).parents[1] / "results").glob("launches*.json"))
     assert len({json.loads(file.read_text())["jax_version"] for file in files}) >= 2, "two versions of JAX are compared"
     for file in files:
         for row in LaunchReport.read(file).rows:
             assert not row.loops, f"{file.name}: {row.spec} at batch {row.batch}"
-            assert bool(row.branches) == (not row.spec.startswith(("dense", "kivi", "innerq"))), f"{file.name}: {row.spec}"
+            if row.spec.startswith(("kivi", "innerq")):
+                assert not row.branches, f"{file.name}: {row.spec} at batch {row.batch}"
