@@ -12,11 +12,14 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble
 from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
+from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
+from pallas_kernels.decode_attention.windows import attend_windows
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.quantize.append import append_block
+from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import turn
@@ -48,6 +51,44 @@ def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_sp
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes <= most_spills, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     assert 32 < assembly.registers <= 255
+
+
+@on_both_gpus
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
+@pytest.mark.parametrize(("scheme", "bits", "axis"), [("asym", 4, "channels"), ("asym", 4, "tokens"), ("hybrid", 2, "tokens")])
+def test_a_block_is_appended_in_place_and_within_registers(scheme, bits, axis, arithmetic, target):
+    format = GroupFormat(bits, scheme, axis, 32, 128, 32)
+    reader = grouped(GroupedCodec("k", format))
+    assert isinstance(reader, GroupedReader)
+    arrays = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), grouped_array.specs(format, 16, 8, 4096))
+    body = Packed(arrays.words, arrays.scale, arrays.zero)
+    ring, row = jax.ShapeDtypeStruct((16, 8, 128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((16,), jnp.int32)
+
+    def append(body, ring, first, leaving):
+        return append_block(body, ring, first, leaving, reader, scheme, bits, block=32, launch=Launch(arithmetic))
+
+    program = compile_for(target, jax.jit(append, donate_argnums=0), (body, ring, row, row))
+    memory = program.compiled.memory_analysis()
+    size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(body))
+    assert memory.alias_size_in_bytes >= size, f"{memory.alias_size_in_bytes} of {size} bytes stay in their place"
+    assert memory.temp_size_in_bytes < size / 100, f"{memory.temp_size_in_bytes} bytes beside them"
+    kernel = program.kernel(f"append_{scheme}_{axis}")
+    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
+    assert assembly.spill_bytes <= 64, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
+
+
+@on_both_gpus
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
+@pytest.mark.parametrize(("sink", "channels"), [(0, 128), (32, 128), (32, 64)])
+def test_attention_to_windows_compiles_within_its_registers(sink, channels, arithmetic, target):
+    q = jax.ShapeDtypeStruct((16, 8, 4, channels), jnp.bfloat16)
+    windows = [tuple(jax.ShapeDtypeStruct((16, 8, slots, channels), jnp.bfloat16) for _ in "kv") for slots in (sink, 128)]
+    row = jax.ShapeDtypeStruct((16,), jnp.int32)
+    program = compile_for(target, lambda *given: attend_windows(*given, launch=Launch(arithmetic)), (q, *windows, row, row))
+    kernel = program.kernel("attend_windows")
+    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
+    assert assembly.spill_bytes == 0, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
+    assert kernel.shared_bytes <= 101376, f"{kernel.shared_bytes} bytes: more than a block may have where multiprocessors have 100 KB"
 
 
 def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None = None) -> int:
