@@ -21,6 +21,7 @@ from tests.kvq_jax.attention.test_dispatch import CAPACITY, DIMS, decode, plan_o
 from tests.kvq_jax.cache_runs import DIMS as CASE_DIMS
 from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.methods_table import METHOD_CASES, MethodCase
+from tests.pallas_kernels.lowering import lower_for_cuda
 
 SPECS = ("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true")
 LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
@@ -74,14 +75,14 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
         plan = plan_of(spec)
         state = jax.eval_shape(lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
         new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
-        traced = jax.jit(functools.partial(decode_layer, plan, (), carry=(), implementation=Launch())).trace(state, inputs=new)
-        programs[spec] = traced.lower(lowering_platforms=("cuda",)).as_text()
+        step = functools.partial(decode_layer, plan, (), carry=(), implementation=Launch())
+        programs[spec] = lower_for_cuda(lambda state, new, step=step: step(state, inputs=new), state, new)
     aligned, other = programs.values()
     assert aligned.count("append_asym_") >= 2
-    assert "stablehlo.case" not in aligned
+    assert "quantize_asym_" not in aligned, "blocks are quantized into arrays of their own first"
     assert "stablehlo.while" not in aligned
     assert "append_asym_" not in other
-    assert "stablehlo.case" in other
+    assert other.count("quantize_asym_") >= 2
 
 
 @pytest.mark.gpu
