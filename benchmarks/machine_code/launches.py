@@ -53,7 +53,7 @@ class Thunk:
     inside: dict[str, list[Thunk]] = dataclasses.field(default_factory=dict)
 
     def launches(self, trips: int) -> Iterator[str]:
-        """Yield the name of each launch; a loop runs `trips` times."""
+        """Yield the name of each launch; a loop runs `trips` times. ValueError for a kind that is neither a launch nor holds others."""
         if self.kind == "kWhile":
             for _ in range(trips):
                 yield from (name for section in self.inside.values() for thunk in section for name in thunk.launches(trips))
@@ -62,10 +62,12 @@ class Thunk:
             yield from max(([n for t in section for n in t.launches(trips)] for section in self.inside.values()), key=len)
         elif self.kind in LAUNCHES:
             yield re.sub(r"(_\d+)+$", "", self.name) or self.kind
+        else:
+            raise ValueError(f"it is not known whether a thunk of kind {self.kind} launches anything")
 
 
 def thunks(text: str) -> list[Thunk]:
-    """Return the list of a dump. Raise ValueError for a kind that is neither a launch nor holds others."""
+    """Return the list of a dump. Raise ValueError for a line of another form."""
     top: list[Thunk] = []
     lists, latest = {0: top}, dict[int, Thunk]()  # by indentation: where a thunk belongs, and the last one
     opened: tuple[int, list[Thunk]] | None = None  # a section whose first thunk is still to come
@@ -115,7 +117,7 @@ class Row:
 
     @property
     def matrices(self) -> int:
-        """Return the launches of the layer's projections."""
+        """Return the launches that multiply matrices: the five projections, and scores and values of windows that XLA reads."""
         return sum(count for name, count in self.launches.items() if re.search("gemm|triton_dot|matmul", name, re.IGNORECASE))
 
 
@@ -159,7 +161,7 @@ HEADER = (
     "JAX",
     "batch",
     "launches",
-    "of them projections",
+    "of them products",
     "loops",
     "branches",
     "us of launches",
@@ -188,7 +190,7 @@ def _counted(launches: dict[str, int]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code.launches", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE", help="write the counts here; rows of another version of JAX in it stay")
+    parser.add_argument("--json", metavar="FILE", help="write the counts here")
     parser.add_argument("--case", metavar="REGEX", default="", help="only caches whose spec has a match of this")
     parser.add_argument("--batch", nargs="+", type=int, default=BATCHES, help="rows of the caches")
     parser.add_argument("--target", choices=TARGETS, default=H200.name, help="the GPU")

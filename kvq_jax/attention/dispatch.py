@@ -176,15 +176,11 @@ def append_block(
     """Return the body with the block added that leaves the ring of each row where leaving[b] > 0, tokens first[b] on, in place and in one
     launch; None where no fused kernel is chosen that does it. The ring holds the newest tokens already."""
     regions = plan.regions
-    job = codec.kernel_job(stats, prefill=False) if isinstance(chosen, Launch) and codec.cross_layer is None else None
-    if (
-        not isinstance(chosen, Launch)
-        or job is None
-        or regions.ring_slots != regions.recent + regions.block
-        or regions.recent % regions.block
-    ):
+    whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0
+    if not isinstance(chosen, Launch) or not whole_blocks or codec.cross_layer is not None:
         return None
-    return _fused().append_block(codec, job, body, ring, first, leaving, chosen)
+    job = codec.kernel_job(stats, prefill=False)
+    return None if job is None else _fused().append_block(codec, job, body, ring, first, leaving, chosen)
 
 
 def _fused() -> types.ModuleType:

@@ -112,8 +112,8 @@ def _refresh(
 def _refresh_ring(
     slots: Float[Array, "B K R C"], rows: Float[Array, "B K T C"], held: Int[Array, "B R"], start: LengthsB, total: LengthsB
 ) -> Float[Array, "B K R C"]:
-    """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole ring again, half the bytes of a body of 4K
-    tokens; the CPU backend would widen all of a ring of 16 bits to write one row."""
+    """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole ring read and written: a fifth of the
+    bytes of 4K tokens in 4 bits. The CPU backend would widen all of a ring of 16 bits to write one row."""
 
     def whole() -> Array:
         return _refresh(slots, rows, held, start, total)

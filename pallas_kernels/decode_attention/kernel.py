@@ -29,13 +29,11 @@ from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAt
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
-from pallas_kernels.readers.shared import LOG2E
+from pallas_kernels.readers.shared import LN2, LOG2E
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
-
-LN2 = 0.6931471805599453
 
 
 def decode_attention(

@@ -19,11 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.readers.shared import LOG2E, dot
+from pallas_kernels.readers.shared import LN2, LOG2E, dot
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-LN2 = 0.6931471805599453
 LEAST_SLOTS = 16  # of a window that is not empty: tensor cores take no fewer rows
 DTYPES = ("bfloat16", "float16")
 _TILE_ELEMENTS = 8192  # of the keys of one tile

@@ -15,6 +15,7 @@ from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 
 LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
 
 
 def token_scale(ref: Any, group: int, slots: int, slot: int, tile: Tile, dtype: str) -> Float[Array, " rows"]:

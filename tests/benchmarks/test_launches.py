@@ -55,6 +55,12 @@ def test_a_layer_is_what_lies_between_two_attention_kernels_and_ends_with_one():
         of_a_layer(top[1:])
 
 
+def test_a_thunk_of_an_unknown_kind_is_an_error_and_not_a_launch_fewer():
+    (thunk,) = thunks("001: kSomethingNew [source | sink] name")
+    with pytest.raises(ValueError, match="kSomethingNew"):
+        list(thunk.launches(1))
+
+
 def test_a_line_of_another_form_is_an_error_and_not_a_launch_fewer():
     with pytest.raises(ValueError, match="unknown form"):
         thunks(LIST.replace("012: kCustomKernel", "kCustomKernel"))
