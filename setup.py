@@ -6,6 +6,7 @@ For a checkout: `python setup.py build_ext --inplace`.
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import os
 import pathlib
@@ -70,25 +71,26 @@ class BuildKernels(build_ext):
             self.warn(f"cpu_kernels was not compiled, attention on a CPU will run on XLA: {detail.strip()[:2000]}")
 
     def _compile(self, target: pathlib.Path) -> None:
-        program, folder, defined, objects = compiler(), headers(), [], []
-        with tempfile.TemporaryDirectory() as temporary:
+        program, folder = compiler(), headers()
+        with tempfile.TemporaryDirectory() as temporary, concurrent.futures.ThreadPoolExecutor() as threads:
 
-            def compiled(name: str, *flags: str) -> None:
+            def compiled(name: str, *flags: str) -> str:
                 made = f"{temporary}/{name}.o"
                 command = [program, *COMMON, *flags, "-isystem", str(folder), "-c", str(SOURCES / f"{name}.cc"), "-o", made]
                 subprocess.run(command, check=True, capture_output=True, text=True)
-                objects.append(made)
+                return made
 
-            compiled("attention_baseline")
-            for name, flags in PROCESSORS.items() if platform.machine().lower() in ("x86_64", "amd64") else ():
+            processors = PROCESSORS if platform.machine().lower() in ("x86_64", "amd64") else {}
+            kernels = {name: threads.submit(compiled, f"attention_{name}", *flags) for name, flags in processors.items()}
+            objects, defined = [compiled("attention_baseline")], []
+            for name, kernel in kernels.items():
                 try:
-                    compiled(f"attention_{name}", *flags)
+                    objects.append(kernel.result())
                 except subprocess.CalledProcessError as error:  # an old compiler
                     self.warn(f"no kernel for {name}: {error.stderr[:2000]}")
                 else:
                     defined.append(f"-DKVQ_{name.upper()}")
-            compiled("split", *defined)
-            compiled("ffi", f'-DKVQ_SOURCES="{digest()}"')
+            objects += [compiled("split", *defined), compiled("ffi", f'-DKVQ_SOURCES="{digest()}"')]
             target.parent.mkdir(parents=True, exist_ok=True)
             linked = f"{temporary}/linked"
             subprocess.run([program, "-shared", "-pthread", *objects, "-o", linked], check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Decode attention over the body of a cache, in C++ on the threads of XLA.
+"""Decode attention over the body of a cache, and its windows, in C++ on the threads of XLA.
 
     m = max_t s_t,    l = sum_t exp(s_t - m),    o = sum_t exp(s_t - m) v_t,    s_t = q . k_t / sqrt(H)
 
@@ -8,14 +8,28 @@ Each task reads up to 1024 tokens of one KV head, for all of its query rows, wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from cpu_kernels.body import Body
 from cpu_kernels.library import TARGET, unavailable
+
+
+class Windows(NamedTuple):
+    """Tokens in full precision, fp32, fp16 or bf16, in two windows of any length. q: the queries that read them, one of each head, not
+    scaled. seen: which tokens, first those of the first window; the others may hold anything."""
+
+    q: Float[Array, "B K R H"]
+    seen: Bool[Array, "B E"]
+    keys: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
+    values: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
+
+
+WINDOW_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def decode_attention(
@@ -25,19 +39,22 @@ def decode_attention(
     limits: Int[Array, "B T"],
     *,
     capacity: int,
+    windows: Windows | None = None,
 ) -> tuple[Float[Array, "B K R 1"], Float[Array, "B K R 1"], Float[Array, "B K R H"]]:
     """Return (m, l, o), fp32, of R = G * T query rows of each KV head, row g * T + t of which sees the first limits[b, t] tokens.
 
     q is not scaled. keys, values: a description and the stored arrays [B, K, ...]: words of each plane set, a table if there is one, the
-    scale, the zero point if one is stored. What lies beyond the limits is never used, whatever it is; m is -1e30 where nothing is seen.
-    Everything is computed in fp32. Raises ValueError where the library is missing; arrays that do not fit the descriptions are an error of
-    XLA when the call runs.
+    scale, the zero point if one is stored. windows: attended to as well, where T is 1. What lies beyond the limits is never used, whatever
+    it is; m is -1e30 where nothing is seen. Everything is computed in fp32. Raises ValueError where the library is missing; arrays that do
+    not fit the descriptions are an error of XLA when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)
     (k, k_arrays), (v, v_arrays) = keys, values
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
     call = jax.ffi.ffi_call(TARGET, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)), vmap_method="sequential")
-    arrays = (q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays)
-    m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity))
+    arrays = [q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays]
+    if windows is not None:
+        arrays += [windows.q.astype(jnp.float32), windows.seen, *windows.keys, *windows.values]
+    m, l, o = call(*arrays, keys=k.fields(), values=v.fields(), capacity=np.int64(capacity), windows=windows is not None)
     return m, l, o

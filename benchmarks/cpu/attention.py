@@ -1,12 +1,14 @@
 """Decode attention of one layer: one new token of each sequence against a cache, on this machine's first JAX device.
 
 The baselines are dense and as good as we know how to write them: the query heads of a KV head are the rows of one dot product and K and V
-are read where they lie, never repeated, sliced or copied. They do not even add the new token to a cache; the caches do. See
-docs/decisions.md, "CPU decode attention".
+are read where they lie, never repeated, sliced or copied. They do not even add the new token to a cache; the caches do. A program runs
+several layers, each with a cache of its own and the queries that the layer before returned, as a decode step does: calling a program from
+Python takes a tenth of a millisecond, as long as short layers. See docs/decisions.md, "CPU decode attention".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -44,6 +46,7 @@ def _masked(scores: Float[Array, "B K G S"], v: Array, length: Array, head_dim: 
     return weigh_rows(weights, v) / jnp.sum(weights, axis=-1, keepdims=True)
 
 
+TOKENS = 8192  # that the layers of a program hold together, or more
 BASELINES: tuple[tuple[str, Callable, str], ...] = (
     ("one dot", one_dot, "float32"),
     ("one dot, query first", one_dot_query_first, "float32"),
@@ -62,19 +65,33 @@ def candidates(shape: Shape, caches: Sequence[str]) -> list[Candidate]:
     return chosen
 
 
+def _layers(shape: Shape) -> int:
+    """Return how many layers a program runs."""
+    return max(1, TOKENS // shape.tokens)
+
+
 def _baseline(shape: Shape, name: str, function: Callable, dtype: str) -> Candidate:
     size = (shape.batch, shape.kv_heads, shape.tokens + 1, shape.head_dim)
-    k, v = (_normal(size, dtype, seed) for seed in (1, 2))
+    layers = [(_normal(size, dtype, 1), _normal(size, dtype, 2)) for _ in range(_layers(shape))]
     q = _normal((*size[:2], shape.group, size[3]), dtype, 3)
-    args = (q, k, v, jnp.asarray(shape.tokens + 1, jnp.int32))
-    program = jax.jit(function).lower(*args).compile()
+    length = jnp.asarray(shape.tokens + 1, jnp.int32)
+
+    @jax.jit
+    def attend(q: Array, layers: Sequence[tuple[Array, Array]], length: Array) -> list[Array]:
+        outputs = [q]
+        for k, v in layers:
+            outputs.append(function(outputs[-1], k, v, length).astype(q.dtype))
+        return outputs[1:]
+
+    program = attend.lower(q, layers, length).compile()
     return Candidate(
         f"{name}, {dtype}",
         dtype,
-        lambda: wait(program(*args)),
-        _baseline_error(program(*args), *args),
-        kvq.nbytes((k, v)),
-        program.memory_analysis(),
+        lambda: wait(program(q, layers, length)),
+        _baseline_error(program(q, layers, length)[0], q, *layers[0], length),
+        kvq.nbytes(layers[0]),
+        attend.lower(q, layers[:1], length).compile().memory_analysis(),
+        len(layers),
     )
 
 
@@ -93,24 +110,30 @@ def _plan(shape: Shape, spec: str) -> LayerPlan:
 
 
 def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Implementation) -> Candidate:
-    """Return one layer of a cache that holds `tokens` tokens of each sequence; its step appends one and attends to all, in place."""
+    """Return layers of a cache that holds `tokens` tokens of each sequence; a step appends one to each and attends to all, in place."""
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def decode(state: LayerState, inputs: kvq.LayerInputs) -> tuple[Array, LayerState]:
-        out, state, _ = decode_layer(plan, (), state, inputs, (), implementation)
-        return out, state
+    def decode(states: list[LayerState], inputs: kvq.LayerInputs) -> tuple[list[Array], list[LayerState]]:
+        outputs, after = [inputs.q_rot], []
+        for state in states:
+            own = dataclasses.replace(inputs, q_rot=outputs[-1])
+            out, state, _ = decode_layer(plan, (), state, own, (), implementation)
+            outputs.append(out)
+            after.append(state)
+        return outputs[1:], after
 
-    state, inputs = random_layer(plan, shape.batch, "float32"), _inputs(shape)
-    program = decode.lower(state, inputs).compile()
-    out, state = program(state, inputs)
-    error = relative_error(out[:1], _reference(plan, *first_row((state, inputs))))
-    held = [state]
+    states, inputs = [random_layer(plan, shape.batch, "float32") for _ in range(_layers(shape))], _inputs(shape)
+    memory = decode.lower(states[:1], inputs).compile().memory_analysis()
+    program = decode.lower(states, inputs).compile()
+    outputs, states = program(states, inputs)
+    error = relative_error(outputs[0][:1], _reference(plan, *first_row((states[0], inputs))))
+    held = [states]
 
     def step() -> None:
-        out, held[0] = program(held[0], inputs)
-        wait(out)
+        outputs, held[0] = program(held[0], inputs)
+        wait(outputs)
 
-    return Candidate(name, "float32", step, error, kvq.nbytes(held), program.memory_analysis())
+    return Candidate(name, "float32", step, error, kvq.nbytes(states[0]), memory, len(states))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,6 +9,7 @@ from benchmarks.cpu.timing import CpuReport, Row
 from benchmarks.markdown import head, table
 
 HEADER = ("tokens", "implementation", "median ms", "best ms", "ratio", "cache MB", "temp MB", "peak MB", "error")
+OF_BANDWIDTH = "of bandwidth"
 LEGEND = """\
 Implementations of one shape are timed in turn; a ratio is the median over rounds of time / baseline's time in the same round. Cache MB is
 what the cache (or K and V) occupies, temp what a compiled step needs beside its arguments, peak all together, by XLA's account; 1 MB is
@@ -20,9 +21,15 @@ def page(report: CpuReport, file: pathlib.Path) -> str:
     loads = f"{min(report.load):g} to {max(report.load):g}"
     said = f"{report.cpu}, {report.cores} cores; load average of the machine meanwhile: {loads}. Baseline: {report.baseline}."
     parts = [*head(report, file, said), LEGEND]
+    if report.read_bandwidth:
+        parts.append(
+            f"Of bandwidth: the bytes of the cache over the best time, beside the {report.read_bandwidth / 1e9:.1f} GB/s at which all "
+            "cores read memory: what is far below is bound by arithmetic. Caches that fit the processor's own may be above."
+        )
     for (head_dim, batch, kv_heads, group), rows in itertools.groupby(sorted(report.rows, key=_section), key=_section):
         parts.append(f"## Head dim {head_dim}, batch {batch}, {kv_heads} KV heads with {group} query heads each")
-        parts.append(table(HEADER, map(_line, rows)))
+        header = (*HEADER, OF_BANDWIDTH) if report.read_bandwidth else HEADER
+        parts.append(table(header, (_line(row) + _of_bandwidth(row, report.read_bandwidth) for row in rows)))
     return "\n\n".join(parts)
 
 
@@ -35,6 +42,10 @@ def subject(report: CpuReport) -> str:
 
 def _section(row: Row) -> tuple[int, int, int, int]:
     return row.shape.head_dim, row.shape.batch, row.shape.kv_heads, row.shape.group
+
+
+def _of_bandwidth(row: Row, bandwidth: float) -> tuple[str, ...]:
+    return (f"{row.cache_bytes / (1e-3 * row.best_ms) / bandwidth:.0%}",) if bandwidth else ()
 
 
 def _line(row: Row) -> tuple[str, ...]:

@@ -68,18 +68,19 @@ class Row:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CpuReport(Report):
     """Rows, and the conditions they were measured under. load: the machine's load average of one minute when a shape was begun, and at the
-    end."""
+    end. read_bandwidth: bytes a second at which XLA sums an array that no cache holds, the best of several; 0 where it was not measured."""
 
     baseline: str
     cpu: str
     cores: int
     load: tuple[float, ...]
     rows: tuple[Row, ...]
+    read_bandwidth: float = 0.0
 
 
 @dataclasses.dataclass
 class Candidate:
-    """Something to time: `step` runs it once and waits. The first candidate of a list is the baseline."""
+    """Something to time: `step` runs it `times` times and waits. The first candidate of a list is the baseline."""
 
     implementation: str
     dtype: str
@@ -87,6 +88,7 @@ class Candidate:
     error: float
     cache_bytes: int
     memory: Any  # jax's CompiledMemoryStats
+    times: int = 1
 
 
 def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
@@ -98,7 +100,7 @@ def timed(candidates: list[Candidate], shape: Shape, rounds: int) -> list[Row]:
         for i, candidate in enumerate(candidates):
             start = time.perf_counter()
             candidate.step()
-            line[i] = 1e3 * (time.perf_counter() - start)
+            line[i] = 1e3 * (time.perf_counter() - start) / candidate.times
     ratios = np.median(samples / samples[:, :1], axis=0)
     return [
         Row(
@@ -140,7 +142,22 @@ def run(
         cores=os.cpu_count() or 0,
         load=tuple(load),
         rows=tuple(rows),
+        read_bandwidth=read_bandwidth(),
     )
+
+
+def read_bandwidth(size: int = 1 << 28, rounds: int = 15) -> float:
+    """Return the bytes a second at which all cores together read memory."""
+    parts = jnp.ones((size >> 14, 1 << 12), jnp.float32)  # whole rows for each thread
+    total = jax.jit(lambda a: jnp.sum(a, axis=1)).lower(parts).compile()
+    wait(total(parts))
+
+    def once() -> float:
+        start = time.perf_counter()
+        wait(total(parts))
+        return time.perf_counter() - start
+
+    return round(size / min(once() for _ in range(rounds)), -7)
 
 
 def _peak(memory: Any) -> int:

@@ -53,12 +53,22 @@ struct Arrays {
   const float* table;
 };
 
-// Attention of the query rows of one KV head over the body tokens first .. last - 1.
+// The windows of a cache, tokens in full precision, for one row of the batch and one KV head: two of them, of `tokens` rows each.
+struct Windows {
+  const void* keys[2];    // [tokens, H]
+  const void* values[2];  // [tokens, H]
+  int64_t tokens[2];
+  int64_t type;           // Stored
+  const uint8_t* seen;    // [both windows' tokens]: whether the rows see a token
+};
+
+// Attention of the query rows of one KV head over the body tokens first .. last - 1, or over the windows.
 struct Span {
   const Body* k;
   const Body* v;
   Arrays keys;
   Arrays values;
+  const Windows* windows;  // null for the body
   const float* q;         // [rows, H], not scaled
   const int32_t* limits;  // [queries]: row i sees the tokens below limits[i % queries]
   int64_t rows;
@@ -72,21 +82,27 @@ struct Span {
   float* o;          // [rows, H]: the sum of exp(score - m) * value
 };
 
-constexpr int64_t kTile = 32;       // tokens that are unpacked at a time
-constexpr int64_t kRowBlock = 4;    // query rows that share what is loaded of a tile
+constexpr int64_t kTile = 128;      // tokens whose scores become weights together
+constexpr int64_t kRowBlock = 4;    // query rows that share the numbers made of a word
 constexpr float kNegInf = -1e30f;   // finite, as in partial_attention.py
 
 KVQ_INLINE int64_t row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
 
+// Bundles (codes.h) of 15 numbers, one for 4 channels at most, and one number more for each slot.
+KVQ_INLINE int64_t bundle_floats(const Body& body) { return body.slots * (body.padded() / 4 * 15 + 1); }
+
 KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   const int64_t padded = row_blocks(rows) * kRowBlock, widest = k.padded() > v.padded() ? k.padded() : v.padded();
-  const int64_t k_groups = k.channels / k.group + 1, v_groups = v.channels / v.group + 1;
-  return (kTile + 8) * widest                    // a tile
-         + padded * (2 * k.padded() + v.padded())  // queries, scaled queries, weighted values
-         + 2 * (kTile + 8) * padded              // scores or weights, and scaled weights
-         + padded * (k_groups + v_groups + 4)    // sums of the queries, sums of the weights, maxima and sums, biases
-         + 2 * kTile * (k_groups + v_groups)     // scales and zero points of tokens
-         + 4 * widest + 16 * 32;                 // scales and zero points of channels, alignment
+  const int64_t k_groups = k.channels / k.group + 1, v_groups = v.channels / v.group + 1, groups = k_groups > v_groups ? k_groups : v_groups;
+  const int64_t lanes = 16;                          // of the widest vector
+  return (padded + v_groups * kRowBlock) * (kTile + lanes)  // scores or weights, and scaled weights
+         + (padded + kRowBlock) * k.padded()         // queries, and scaled queries
+         + padded * (v.padded() + lanes)             // weighted values, sums of weights
+         + padded * (k_groups + lanes * v_groups + 2)  // sums of queries, weighted zero points, maxima, biases
+         + 2 * kTile * groups + kTile * widest       // scales and zero points of tokens; scales of each element
+         + 2 * widest                                // scales and zero points of channels
+         + bundle_floats(k) + bundle_floats(v)       // where codes are
+         + 16 * 20;                                  // alignment
 }
 
 using AttendSpan = void (*)(const Span&);

@@ -2,7 +2,9 @@
 //
 //   arguments   q f32 [B, K, R, H], limits s32 [B, T], then the arrays of the keys and those of the values: words s16 [B, K, S / n, w] of
 //               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored
-//   attributes  keys, values: the fields of a Body; capacity: S
+//               and, if there are windows, the queries q f32 [B, K, R, H] that read them, what they see pred [B, E0 + E1], and the keys
+//               [B, K, E0, H], [B, K, E1, H] and values of both in f32, f16 or bf16
+//   attributes  keys, values: the fields of a Body; capacity: S; windows: whether there are any
 //   results     m, l f32 [B, K, R, 1], o f32 [B, K, R, H]
 //
 // Whatever does not fit together is an error of XLA, never an access outside an array.
@@ -95,9 +97,33 @@ struct Taker {
   }
 };
 
+// The arrays of the windows, for one query of each head.
+void take_windows(Taker& taker, int64_t batch, int64_t heads, int64_t rows, int64_t queries, int64_t channels, kvq::ExactSide& windows) {
+  if (queries != 1) taker.wrong = "windows are read with one query of each head";
+  const Strided q = taker.take("queries of the windows", ffi::F32, {batch, heads, rows, channels});
+  const size_t first = taker.next + 1;
+  ffi::DataType type = ffi::F32;
+  for (int i = 0; i < 2 && taker.wrong.empty(); i++) {
+    const auto buffer = first + i < taker.arguments.size() ? taker.arguments.get<ffi::AnyBuffer>(first + i) : ffi::Unexpected(ffi::Error::InvalidArgument(""));
+    if (!buffer.has_value() || buffer->dimensions().size() != 4) {
+      taker.wrong = "the windows are missing";
+      return;
+    }
+    windows.tokens[i] = buffer->dimensions()[2];
+    type = buffer->element_type();
+  }
+  if (type != ffi::F32 && type != ffi::F16 && type != ffi::BF16) taker.wrong = "windows are of fp32, fp16 or bf16";
+  windows.type = type == ffi::F32 ? kvq::kFloat32 : type == ffi::F16 ? kvq::kFloat16 : kvq::kBfloat16;
+  const Strided seen = taker.take("seen tokens", ffi::PRED, {batch, windows.tokens[0] + windows.tokens[1]}, false);
+  for (Strided* side : {windows.keys, windows.values})
+    for (int i = 0; i < 2; i++) side[i] = taker.take("rows of a window", type, {batch, heads, windows.tokens[i], channels});
+  windows.q = reinterpret_cast<const float*>(q.data);
+  windows.seen = reinterpret_cast<const uint8_t*>(seen.data);
+}
+
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> limits, ffi::RemainingArgs arrays,
                   ffi::Result<ffi::Buffer<ffi::F32>> m, ffi::Result<ffi::Buffer<ffi::F32>> l, ffi::Result<ffi::Buffer<ffi::F32>> o,
-                  ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity) {
+                  ffi::Span<const int64_t> keys, ffi::Span<const int64_t> values, int64_t capacity, bool windows) {
   if (int64_t(keys.size()) != kvq::kBodyFields || int64_t(values.size()) != kvq::kBodyFields)
     return invalid("keys and values take " + std::to_string(kvq::kBodyFields) + " fields: another version of cpu_kernels was compiled");
   Body k, v;
@@ -122,6 +148,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   kvq::Call call{};
   call.keys = taker.side("keys", k, batch, heads, capacity, tables[0]);
   call.values = taker.side("values", v, batch, heads, capacity, tables[1]);
+  if (windows) take_windows(taker, batch, heads, rows, queries, channels, call.windows);
   if (!taker.wrong.empty()) return invalid(taker.wrong);
   if (taker.next != arrays.size()) return invalid("too many arrays");
   const Dimensions columns{batch, heads, rows, 1}, whole{batch, heads, rows, channels};
@@ -161,6 +188,7 @@ extern "C" KVQ_EXPORT XLA_FFI_Error* kvq_decode_attention(XLA_FFI_CallFrame* fra
                              .Attr<ffi::Span<const int64_t>>("keys")
                              .Attr<ffi::Span<const int64_t>>("values")
                              .Attr<int64_t>("capacity")
+                             .Attr<bool>("windows")
                              .To(attend)
                              .release();
   return handler->Call(frame);

@@ -39,7 +39,9 @@ const Kernel& chosen() {
   return kernel;
 }
 
-// A piece of a call: one KV head of one row of the batch, tokens from span number `span` on.
+// A piece of a call: one KV head of one row of the batch, the tokens of span number `span`, or the windows.
+constexpr int64_t kOfWindows = -1;
+
 struct Task {
   int64_t row, head, span;
 };
@@ -53,8 +55,10 @@ class Job {
   Job(const Call& call, AttendSpan kernel, int64_t helpers) : call_(call), kernel_(kernel) {
     for (int64_t b = 0; b < call.batch; b++) {
       const int64_t live = live_tokens(b);
-      for (int64_t h = 0; h < call.heads; h++)
+      for (int64_t h = 0; h < call.heads; h++) {
+        if (call.windows.q) tasks_.push_back({b, h, kOfWindows});
         for (int64_t s = 0; s * kSpan < live; s++) tasks_.push_back({b, h, s});
+      }
     }
     results_.resize(tasks_.size() * result_floats(call));
     helpers_ = std::max<int64_t>(0, std::min(helpers, size() - 1));
@@ -109,6 +113,17 @@ class Job {
     return arrays;
   }
 
+  Windows windows_of(int64_t b, int64_t h) const {
+    const ExactSide& all = call_.windows;
+    Windows windows{};
+    for (int i = 0; i < 2; i++) {
+      windows.keys[i] = all.keys[i].at(b, h, 1), windows.values[i] = all.values[i].at(b, h, 1);
+      windows.tokens[i] = all.tokens[i];
+    }
+    windows.type = all.type, windows.seen = all.seen + b * (all.tokens[0] + all.tokens[1]);
+    return windows;
+  }
+
   // Floats of a worker, a multiple of 64 bytes.
   int64_t scratch() const { return (scratch_floats(call_.keys.body, call_.values.body, call_.rows) + 15) / 16 * 16; }
 
@@ -121,10 +136,12 @@ class Job {
     Span span{};
     span.k = &k, span.v = &v;
     span.keys = arrays_of(call_.keys, b, h), span.values = arrays_of(call_.values, b, h);
-    span.q = call_.q + (b * call_.heads + h) * call_.rows * k.channels;
+    const Windows windows = s == kOfWindows ? windows_of(b, h) : Windows{};
+    span.windows = s == kOfWindows ? &windows : nullptr;
+    span.q = (span.windows ? call_.windows.q : call_.q) + (b * call_.heads + h) * call_.rows * k.channels;
     span.limits = call_.limits + b * call_.queries;
     span.rows = call_.rows, span.queries = call_.queries, span.capacity = call_.capacity;
-    span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
+    if (s != kOfWindows) span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
     span.scratch = static_cast<float*>(std::align(64, 64, start, room)) + worker * scratch();
     span.m = result, span.l = result + call_.rows, span.o = result + 2 * call_.rows;
     kernel_(span);

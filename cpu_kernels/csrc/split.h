@@ -28,9 +28,20 @@ struct Side {
   const float* table = nullptr;  // padded to 16 entries
 };
 
+// The windows of a whole batch (Windows of body.h), and the queries that read them.
+struct ExactSide {
+  const float* q = nullptr;       // [B, K, R, H]; null where the call has no windows
+  Strided keys[2];
+  Strided values[2];
+  int64_t tokens[2] = {0, 0};
+  int64_t type = kFloat32;
+  const uint8_t* seen = nullptr;  // [B, both windows' tokens]
+};
+
 struct Call {
   Side keys;
   Side values;
+  ExactSide windows;
   const float* q;         // [B, K, R, H]
   const int32_t* limits;  // [B, T]
   int64_t batch, heads, rows, queries, capacity;

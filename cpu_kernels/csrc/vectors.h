@@ -24,10 +24,6 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Uints __attribute__((vector_size(4 * kLanes)));
 
-// Words that are unpacked together. They hold neighbouring channels, and become floats in the order of `position`.
-constexpr int kWords = kLanes == 16 ? 16 : 2 * kLanes;
-typedef uint16_t Words __attribute__((vector_size(2 * kWords)));
-
 inline Floats load(const float* p) {
   Floats x;
   std::memcpy(&x, p, sizeof x);
@@ -38,36 +34,28 @@ inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 inline Floats splat(float x) { return x - Floats{}; }
 
-inline Words load_words(const uint16_t* p) {
-  Words x;
+// The 16-bit words from p on, as 32-bit numbers: one instruction, which compilers do not find in __builtin_convertvector.
+inline Uints load_words(const uint16_t* p) {
+#if defined(__AVX512F__)
+  __m256i x;
   std::memcpy(&x, p, sizeof x);
-  return x;
+  return (Uints)_mm512_cvtepu16_epi32(x);
+#elif defined(__AVX2__)
+  __m128i x;
+  std::memcpy(&x, p, sizeof x);
+  return (Uints)_mm256_cvtepu16_epi32(x);
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  Halves x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, Uints);
+#endif
 }
 
 inline float as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
-}
-
-// Where channel c stands among the floats of a token: of every kWords channels, those of even words come before those of odd ones, because
-// either half of each pair of words is made a float by one instruction. With 16 lanes there is one for all words in their order.
-inline int64_t position(int64_t c) {
-  return kLanes == 16 ? c : c / kWords * kWords + c % 2 * kLanes + c % kWords / 2;
-}
-
-// The words as 32-bit numbers, in the upper halves (`high`) or the lower ones: part 0, and with fewer than 16 lanes part 1.
-constexpr int kParts = kWords / kLanes;
-
-inline Uints part_of(Words x, int part, bool high) {
-#if defined(__AVX512F__)
-  const Uints wide = __builtin_convertvector(x, Uints);
-  return high && part == 0 ? wide << 16 : wide;
-#else
-  const Uints pairs = (Uints)x;
-  if (part == 0) return high ? pairs << 16 : pairs & 0xFFFF;
-  return high ? pairs & 0xFFFF0000u : pairs >> 16;
-#endif
 }
 
 inline Floats to_float(Uints x) { return __builtin_convertvector((Ints)x, Floats); }
@@ -78,33 +66,26 @@ inline Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 
 // The floats whose fp16 bits are given, exactly. Processors may be set to flush subnormal fp32 numbers, so none is computed with.
 inline Floats from_half(Uints bits) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
-#elif defined(__F16C__)
-  const __m256i x = (__m256i)bits;
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
-  return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(packed));
-#else
   const Uints magnitude = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
   const Floats small = to_float(magnitude) * 5.9604644775390625e-8f;  // subnormal: a multiple of 2^-24
   const Uints exponent = (magnitude << 13) + ((Uints)(magnitude >= 0x7C00) & (112u << 23)) + (112u << 23);
   const Floats value = choose((Ints)(magnitude < 0x400), small, (Floats)exponent);
   return (Floats)((Uints)value | sign);
-#endif
 }
 
-// The floats whose 16 bits are stored from p on, in their order.
+// The floats whose 16 bits are stored from p on.
 inline Floats load_halves(const uint16_t* p, bool bfloat16) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-  Halves x;
-  std::memcpy(&x, p, sizeof x);
-  if (bfloat16) return (Floats)(__builtin_convertvector(x, Uints) << 16);
+  if (bfloat16) return (Floats)(load_words(p) << 16);
 #if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps((__m256i)x);
+  __m256i x;
+  std::memcpy(&x, p, sizeof x);
+  return (Floats)_mm512_cvtph_ps(x);
 #elif defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps((__m128i)x);
+  __m128i x;
+  std::memcpy(&x, p, sizeof x);
+  return (Floats)_mm256_cvtph_ps(x);
 #else
-  return from_half(__builtin_convertvector(x, Uints));
+  return from_half(load_words(p));
 #endif
 }
 
@@ -145,20 +126,54 @@ inline void add_lanes(const Floats* parts, float* sums) {
 #endif
 }
 
-// table[code] of up to 16 entries; a table of fewer is padded to 16.
-inline Floats look_up(const float* table, Uints code) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(table));
-#elif defined(__AVX2__)
-  const __m256i index = (__m256i)code;
-  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
-  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
-  return (Floats)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
-#else
-  Floats found;
-  for (int i = 0; i < kLanes; i++) found[i] = table[code[i]];
-  return found;
-#endif
+inline float largest_lane(Floats x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
 }
+
+inline float sum_of_lanes(Floats x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// A number of bits by which all lanes are shifted: SSE2 and NEON cannot shift each lane by its own.
+#if defined(__AVX2__)
+typedef Uints Shift;
+inline Shift shift_by(int32_t bits) { return Uints{} + uint32_t(bits); }
+#else
+typedef int32_t Shift;
+inline Shift shift_by(int32_t bits) { return bits; }
+#endif
+
+// A table of 16 entries.
+struct Table {
+#if defined(__AVX512F__)
+  __m512 entries;
+  explicit Table(const float* p) : entries(_mm512_loadu_ps(p)) {}
+  Floats at(Uints code) const { return (Floats)_mm512_permutexvar_ps((__m512i)code, entries); }
+#elif defined(__AVX2__)
+  __m256 low, high;
+  explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+  Floats at(Uints code) const {
+    const __m256i index = (__m256i)code;
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // its sign bit chooses the half
+    return (Floats)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), upper);
+  }
+#else
+  const float* entries;
+  explicit Table(const float* p) : entries(p) {}
+  Floats at(Uints code) const {
+    Floats found;
+    for (int i = 0; i < kLanes; i++) found[i] = entries[code[i]];
+    return found;
+  }
+#endif
+};
 
 }  // namespace

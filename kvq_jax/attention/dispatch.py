@@ -44,7 +44,7 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
     if tokens > MOST_NATIVE_TOKENS:
         return f"{tokens} new tokens in one step; CPU kernels take up to {MOST_NATIVE_TOKENS}"
     if plan.joint:
-        return f"{type(plan.k).__name__} rebuilds keys and values from the same rows, which no CPU kernel does"
+        return f"{type(plan.k).__name__} reads keys and values from the same rows, which no CPU kernel does"
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
         body = codec.native_body()
         if isinstance(body, str):
@@ -65,13 +65,15 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
         reader = codec.kernel_reader()
         if isinstance(reader, str):
             return f"{name}: {reader}"
-        specs = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.body_capacity))
+        specs = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.held_capacity))
         together = (axis.per for spec in specs for axis in spec.axes if axis.name == "kv_heads")
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
-    if plan.regions.body_capacity < SPAN:
-        return f"the body holds {plan.regions.body_capacity} tokens, fewer than one tile of {SPAN}"
+    if plan.regions.shards > 1 and plan.k.before_rope:
+        return "k: keys before RoPE in a body that is dealt out to shards; kernels rotate runs of neighbouring tokens"
+    if plan.regions.held_capacity < SPAN:
+        return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {SPAN}"
     return None
 
 
@@ -155,18 +157,21 @@ def attend(
     """Attend as `streaming.attend` does; what `choose` chose reads the body. before, after: the state without and with the new tokens."""
     if isinstance(chosen, Launch):
         return _fused().attend(plan, params, after, body, inputs, limits, chosen)
-    return streaming.attend(plan, params, before, body, inputs, limits, native.read_body if chosen == "native" else streaming.read_chunks)
+    if chosen == "native":
+        return native.attend(plan, params, before, after, body, inputs, limits)
+    return streaming.attend(plan, params, before, body, inputs, limits)
 
 
-def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, *, prefill: bool, chosen: Chosen) -> Tree:
-    """Quantize whole blocks of rows, by the fused quantize-and-pack kernel where fused kernels are `chosen` and the codec has one.
+def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, positions: PositionsBT, *, prefill: bool, chosen: Chosen) -> Tree:
+    """Quantize whole blocks of rows at these positions, by the fused quantize-and-pack kernel where fused kernels are `chosen` and the
+    codec has one.
 
     The codes are those of `codec.quantize`, except where an element lies midway between two levels, or nearly: there XLA may choose the
     other one (pallas_kernels/quantize/kernel.py).
     """
     job = codec.kernel_job(stats, prefill=prefill) if isinstance(chosen, Launch) else None
     if not isinstance(chosen, Launch) or job is None:
-        return codec.quantize(params, stats, rows, prefill=prefill)
+        return codec.quantize_at(params, stats, rows, positions, prefill=prefill)
     return _fused().quantize(codec, job, rows, chosen)
 
 
@@ -177,7 +182,7 @@ def append_block(
     launch; None where no fused kernel is chosen that does it. The ring holds the newest tokens already."""
     regions = plan.regions
     whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0
-    if not isinstance(chosen, Launch) or not whole_blocks or codec.cross_layer is not None:
+    if not isinstance(chosen, Launch) or not whole_blocks or codec.cross_layer is not None or regions.shards > 1:
         return None
     job = codec.kernel_job(stats, prefill=False)
     return None if job is None else _fused().append_block(codec, job, body, ring, first, leaving, chosen)

@@ -37,6 +37,8 @@ def attend(
     tokens = inputs.positions[:, 0] + inputs.valid[:, 0].astype(inputs.positions.dtype)
     part = attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)
     of_body = _body_part(launch, plan, params, after.stats, body, inputs.rope, rows, limits)
+    if plan.regions.axis is not None:
+        of_body = online_softmax.across(of_body, plan.regions.axis)
     out = online_softmax.finish(online_softmax.merge(part, of_body))
     return out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
 
@@ -70,7 +72,9 @@ def _body_part(
         reader_and_arrays(codec, own, arrays, rope, plan.regions.sink) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
     )
     query = plan.k.query(params[0], stats[0], rows)
-    return decode_attention(query, keys, values, limits[:, 0], capacity=plan.regions.body_capacity, launch=launch)
+    regions = plan.regions
+    part = decode_attention(query, keys, values, regions.held(limits[:, 0]), capacity=regions.held_capacity, launch=launch)
+    return part._replace(o=plan.v.kernel_sum(part.o))
 
 
 def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:

@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from cpu_kernels.attention import decode_attention
+from cpu_kernels.attention import WINDOW_DTYPES, Windows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec
-from kvq_jax.types.array_types import Tree
+from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, Tree
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
+
+
+def attend(
+    plan: LayerPlan, params: Tree, before: LayerState, after: LayerState, body: Sides, inputs: LayerInputs, limits: PositionsBT
+) -> QueryBNTH:
+    """Attend as `streaming.attend` does: one query token in one call, windows included; more of them, or windows that hold no keys after
+    RoPE, by `read_body`."""
+    if not _reads_windows(plan, after, inputs):
+        return streaming.attend(plan, params, before, body, inputs, limits, read_body)
+    batch, heads, _, head_dim = inputs.q_rot.shape
+    rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
+    seen = _seen(plan, inputs, limits)
+    windows = Windows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
+    part = _of_body(plan, params, after.stats, body, rows, limits, windows)
+    return online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+
+
+def _reads_windows(plan: LayerPlan, state: LayerState, inputs: LayerInputs) -> bool:
+    if inputs.q_rot.shape[2] > 1 or not plan.regions.held_capacity or plan.regions.axis is not None:  # all shards have the windows
+        return False
+    vectors = not plan.joint and all(codec.stores_vectors for codec in plan.codecs) and plan.v.sums_vectors
+    return vectors and state.ring[0].dtype.name in WINDOW_DTYPES
+
+
+def _seen(plan: LayerPlan, inputs: LayerInputs, limits: PositionsBT) -> Bool[Array, "B E"]:
+    """Return which slots of sink and ring the query sees, once its token is in them: those that hold a token that is not in the body."""
+    start = inputs.positions[:, :1]
+    held, real = streaming.window_slots(plan.regions, start + inputs.valid[:, :1].astype(start.dtype))
+    return real & streaming.outside_body(plan.regions, held, limits)
 
 
 def read_body(view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention) -> PartialAttention:
     """Return `part` with the body added, as `streaming.read_chunks` does, but by the C++ kernel."""
-    plan = view.plan
-    if not plan.regions.body_capacity:
+    if not view.plan.regions.held_capacity:
         return part
-    keys, values = (_body_and_arrays(*side) for side in zip(plan.codecs, view.params, view.body, strict=True))
-    query = plan.k.query(view.params[0], view.stats[0], rows)
-    of_body = decode_attention(query, keys, values, queries.limits, capacity=plan.regions.body_capacity)
-    return online_softmax.merge(part, PartialAttention(*of_body))
+    of_body = _of_body(view.plan, view.params, view.stats, view.body, rows, queries.limits, None)
+    return online_softmax.merge(part, of_body)
+
+
+def _of_body(
+    plan: LayerPlan, params: Tree, stats: Sides, body: Sides, rows: Float[Array, "B K R H"], limits: PositionsBT, windows: Windows | None
+) -> PartialAttention:
+    keys, values = (_body_and_arrays(*side) for side in zip(plan.codecs, params, body, strict=True))
+    query = plan.k.query(params[0], stats[0], rows)
+    held, capacity = plan.regions.held(limits), plan.regions.held_capacity
+    m, l, o = decode_attention(query, keys, values, held, capacity=capacity, windows=windows)
+    return PartialAttention(m, l, plan.v.kernel_sum(o))
 
 
 def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list[Array]]:

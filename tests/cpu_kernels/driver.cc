@@ -88,6 +88,22 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   for (int64_t i = 0; i < batch * queries; i++) limits[i] = int32_t(i < queries ? capacity - i : random_bits() % (capacity + 1));
   Call call{};
   call.keys = keys.side, call.values = values.side, call.q = q.data(), call.limits = limits.data();
+  std::vector<float> exact_q(q.rbegin(), q.rend());
+  std::vector<uint16_t> exact[4];
+  std::vector<uint8_t> seen;
+  const int64_t tokens[2] = {queries == 1 ? 5 : 0, 131};
+  if (queries == 1) {  // windows of bfloat16, every third token of which is not seen
+    for (int i = 0; i < 4; i++) {
+      const int64_t head = tokens[i % 2] * k.channels;
+      exact[i] = random_array<uint16_t>(batch * heads * head, 0x3FFF);
+      Strided* side = i < 2 ? call.windows.keys : call.windows.values;
+      side[i % 2] = {reinterpret_cast<const char*>(exact[i].data()), 2 * heads * head, 2 * head};
+      call.windows.tokens[i % 2] = tokens[i % 2];
+    }
+    for (int64_t i = 0; i < batch * (tokens[0] + tokens[1]); i++) seen.push_back(i % 3 != 0);
+    seen.shrink_to_fit();
+    call.windows.q = exact_q.data(), call.windows.type = kBfloat16, call.windows.seen = seen.data();
+  }
   call.batch = batch, call.heads = heads, call.rows = rows, call.queries = queries, call.capacity = capacity;
   const Output one = run(call, attend_span_baseline, 0), many = run(call, attend_span_baseline, 3), best = run(call, best_kernel(), 2);
   double difference = 0, size = 0;

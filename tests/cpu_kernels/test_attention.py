@@ -96,6 +96,39 @@ def test_what_lies_beyond_the_limits_is_never_used():
     assert np.isnan(np.asarray(later[2])).any(), "the check above sees nothing"
 
 
+@pytest.mark.parametrize("dtype", native.WINDOW_DTYPES)
+@pytest.mark.parametrize(("case", "slots"), [("2 bits, 64", (32, 130)), ("head dim 80", (0, 7)), ("head dim 8", (5, 129))])
+def test_windows_are_attended_to_with_the_body(case: str, slots: tuple[int, int], dtype: str):
+    k, v = CASES[case]
+    q, keys, values, k_hat, v_hat = inputs(case, 6, 1, 96)
+    limits = np.array([[0], [96], [32]], np.int32)
+    rng = np.random.default_rng(7)
+    seen = rng.random((BATCH, sum(slots))) < 0.7
+    seen[:, :3], seen[:, -1] = True, False
+    rows = [np.asarray(jnp.asarray(rng.normal(size=(BATCH, HEADS, sum(slots), k.channels)), dtype), np.float32) for _ in range(2)]
+    window_q = rng.normal(size=q.shape).astype(np.float32)  # another query than that of the body, as a method with a key norm has
+
+    def attend(seen: np.ndarray, stored: list[np.ndarray]) -> np.ndarray:
+        parts = [tuple(jnp.asarray(part, dtype) for part in np.split(side, [slots[0]], axis=2)) for side in stored]
+        windows = native.Windows(jnp.asarray(window_q), jnp.asarray(seen), *parts)
+        (kb, k_arrays), (vb, v_arrays) = (k.body, keys), (v.body, values)
+        arrays = jax.tree.map(jnp.asarray, (q, k_arrays, v_arrays, limits))
+        m, l, o = native.decode_attention(arrays[0], (kb, arrays[1]), (vb, arrays[2]), arrays[3], capacity=96, windows=windows)
+        return np.asarray(o / l)
+
+    spoiled = [np.where(seen[:, None, :, None], side, np.nan) for side in rows]
+    found = attend(seen, spoiled)
+    body = attention(q, k_hat, v_hat, limits)
+    scores = np.where(seen[:, None, None], np.einsum("bkrh,bksh->bkrs", window_q.astype(np.float64), rows[0]) * k.channels**-0.5, -np.inf)
+    m = np.maximum(body[0], scores.max(-1, keepdims=True))
+    weights, shrink = np.exp(scores - m), np.exp(body[0] - m)
+    want = (np.einsum("bkrs,bksh->bkrh", weights, rows[1]) + shrink * body[2]) / (weights.sum(-1, keepdims=True) + shrink * body[1])
+    assert relative_errors(found, want).max() < 1e-5, f"worst relative error {relative_errors(found, want).max():.1e}"
+    fewer = seen.copy()
+    fewer[:, 0] = False
+    assert relative_errors(attend(fewer, spoiled), want).max() > 1e-4, "a token left out passes"
+
+
 def refused(*args, **kwargs) -> str:
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(decode_attention(*args, **kwargs))
