@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
@@ -38,6 +39,16 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     m = jnp.maximum(a.m, b.m)
     of_a, of_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return PartialAttention(m, a.l * of_a + b.l * of_b, a.o * of_a + b.o * of_b)
+
+
+def across(part: PartialAttention, axis: str) -> PartialAttention:
+    """Return the attention over the tokens of all shards along a mesh axis, the same on each of them. Exact up to rounding.
+
+    m = pmax(m_d),   l = psum(l_d exp(m_d - m)),   o = psum(o_d exp(m_d - m))
+    """
+    m = lax.pmax(part.m, axis)
+    o_and_l = lax.psum(jnp.concatenate([part.o, part.l], axis=-1) * jnp.exp(part.m - m), axis)  # one collective for both
+    return PartialAttention(m, o_and_l[..., -1:], o_and_l[..., :-1])
 
 
 def finish(part: PartialAttention) -> Float[Array, "B K R H"]:

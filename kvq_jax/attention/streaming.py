@@ -19,6 +19,7 @@ from kvq_jax.arrays.stored import load_chunk
 from kvq_jax.attention import online_softmax
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
@@ -113,10 +114,7 @@ def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, input
     start = inputs.positions[:, :1]
     if appended:
         start = start + jnp.sum(inputs.valid, axis=1, keepdims=True, dtype=start.dtype)
-    sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=start.dtype)[None], (start.shape[0], regions.sink_slots))
-    ring = regions.ring_positions(start[:, 0])
-    old = jnp.concatenate([sink, ring], axis=1)
-    real = jnp.concatenate([sink < start, (ring >= regions.sink) & (ring < start)], axis=1)
+    old, real = window_slots(regions, start)
     positions = old if appended else jnp.concatenate([old, inputs.positions], axis=1)
     real = real if appended else jnp.concatenate([real, inputs.valid], axis=1)
     vectors = []
@@ -130,6 +128,19 @@ def _view(plan: LayerPlan, params: Tree, windows: LayerState, body: Sides, input
     return View(plan, params, windows.stats, body, inputs.rope, keys, values, positions, real)
 
 
+def window_slots(regions: Regions, tokens: Int[Array, "B 1"]) -> tuple[Int[Array, "B E"], Bool[Array, "B E"]]:
+    """Return (positions, whether a slot holds one) of the slots of sink and ring, in this order, after so many tokens."""
+    sink = jnp.broadcast_to(jnp.arange(regions.sink_slots, dtype=tokens.dtype)[None], (tokens.shape[0], regions.sink_slots))
+    ring = regions.ring_positions(tokens[:, 0])
+    real = jnp.concatenate([sink < tokens, (ring >= regions.sink) & (ring < tokens)], axis=1)
+    return jnp.concatenate([sink, ring], axis=1), real
+
+
+def outside_body(regions: Regions, positions: Int[Array, "..."], limits: Int[Array, "..."]) -> Bool[Array, "..."]:
+    """Return which positions are read in full precision by a query that sees the first `limits` body tokens."""
+    return (positions < regions.sink) | (positions >= regions.sink + limits)
+
+
 def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body: BodyReader) -> QueryBNTH:
     """Attend with up to QUERY_CHUNK queries; `newest` bounds how many of the new tokens any of them may see."""
     batch, heads, tokens, head_dim = queries.q.shape
@@ -137,20 +148,23 @@ def _attend_queries(view: View, queries: Queries, newest: int | Array, read_body
     rows = queries.q.reshape(batch, view.plan.heads, group * tokens, head_dim)  # group-major
     part = online_softmax.empty(batch, view.plan.heads, group * tokens, head_dim)
     part = _add_exact(view, queries, rows, part, newest)
-    part = read_body(view, queries, rows, part)
+    if view.plan.regions.axis is None:
+        part = read_body(view, queries, rows, part)
+    else:  # the windows are on every shard of the body
+        own = read_body(view, queries, rows, online_softmax.empty(*rows.shape))
+        part = online_softmax.merge(part, online_softmax.across(own, view.plan.regions.axis))
     return online_softmax.finish(part).astype(queries.q.dtype).reshape(queries.q.shape)
 
 
 def _add_exact(view: View, queries: Queries, rows: Array, part: PartialAttention, newest: int | Array) -> PartialAttention:
     regions, size = view.plan.regions, view.keys.shape[2]
     chunk = min(size, EXACT_CHUNK)
-    aged = regions.sink + queries.limits[..., None]
 
     def step(i: int | Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
         k, v = (lax.dynamic_slice_in_dim(a, at, chunk, 2) for a in (view.keys, view.values))
         held, real = (lax.dynamic_slice_in_dim(a, at, chunk, 1)[:, None] for a in (view.positions, view.real))
-        seen = (held <= queries.positions[..., None]) & ((held < regions.sink) | (held >= aged)) & real & fresh[None, None]
+        seen = (held <= queries.positions[..., None]) & outside_body(regions, held, queries.limits[..., None]) & real & fresh[None, None]
         return online_softmax.extend(part, _scaled(dot_rows(rows, k), rows), _per_row(seen, rows), lambda w: weigh_rows(w, v))
 
     if chunk == size:
@@ -163,7 +177,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
     """Return `part` with the body added: one chunk after the other is dequantized and used."""
     plan, regions, (k_params, v_params) = view.plan, view.plan.regions, view.params
     k_home, v_home = 0, len(plan.codecs) - 1
-    size = regions.body_capacity
+    size = regions.held_capacity
     if not size:
         return part
     chunk = chunk_tokens(regions.block, size, rows, plan.row_width)
@@ -171,7 +185,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
 
     def step(i: Array, part: PartialAttention) -> PartialAttention:
         at, fresh = _window(i, chunk, size)
-        index = at + jnp.arange(chunk)
+        index = regions.body_token(at + jnp.arange(chunk))
         held = jnp.broadcast_to(regions.sink + index[None], (rows.shape[0], chunk))
 
         def read(home: int, at: Array) -> Tree:
@@ -186,7 +200,7 @@ def read_chunks(view: View, queries: Queries, rows: Float[Array, "B K R H"], par
         seen = (index[None, None] < queries.limits[..., None]) & fresh[None, None]
         return online_softmax.extend(part, scores, _per_row(seen, rows), weigh)
 
-    return lax.fori_loop(0, -(-jnp.max(queries.limits) // chunk), step, part)
+    return lax.fori_loop(0, -(-jnp.max(regions.held(queries.limits)) // chunk), step, part)
 
 
 def _after(weights: Float[Array, "B K R C"], at: Array) -> Array:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.cache.cache import Cache, dims_of, layout
+from kvq_jax.cache.moving import move
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.types.array_types import ModelDims
@@ -87,6 +88,7 @@ def outlier_totals(cache: Cache) -> tuple[dict[str, OutlierTotals], ...]:
     Raises NotImplementedError, naming the codec, where one has slots but does not count what they hold.
     """
     layers = []
+    cache = cache if cache.placement is None else move(cache, None)  # body arrays in the order of tokens
     for plan, layer in zip(cache.plans, cache.layers, strict=True):
         own = {}
         for side, codec, stored in zip(plan.names, plan.codecs, layer.body, strict=True):

@@ -15,12 +15,15 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import display
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from kvq_jax.methods.base import PerLayer
+from kvq_jax.placement.allowed import check_rows, placed
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import ArraySpec, Axis, LengthsB, ModelDims
 from kvq_jax.types.pytree import describe, pytree
 
@@ -44,7 +47,7 @@ class Cache:
     """A cache for B sequences. Build it with `init_cache`.
 
     layers: one LayerState for each layer. lengths [B] int32: live tokens of each batch row. spec, dims, capacity (in tokens) and dtype (of
-    full-precision rows) are static.
+    full-precision rows) are static, and so is placement: where the arrays lie on a mesh, None for one device.
     """
 
     layers: tuple[LayerState, ...]
@@ -53,6 +56,7 @@ class Cache:
     dims: CacheDims = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
+    placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -60,12 +64,12 @@ class Cache:
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
-        return plans(self.spec, self.dims, self.capacity, self.dtype)
+        return plans(self.spec, self.dims, self.capacity, self.dtype, self.placement)
 
     @property
     def axes(self) -> Cache:
         """Return the same tree, with an `ArraySpec` in place of each array."""
-        return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype)
+        return axes(self.spec, self.dims, self.batch, self.capacity, self.dtype, self.placement)
 
     def __repr__(self) -> str:
         return display.line("Cache", {"": self.spec} | self._facts())
@@ -75,19 +79,25 @@ class Cache:
 
     def _facts(self) -> dict[str, object]:
         rows = getattr(self.lengths, "shape", "?")
-        return {
+        facts: dict[str, object] = {
             "rows": rows[0] if isinstance(rows, tuple) and rows else rows,
             "lengths": display.values(self.lengths),
             "of": f"{self.capacity} tokens",
             "in": display.size((self.layers, self.lengths)),
         }
+        return facts if self.placement is None else facts | {"split": str(self.placement)}
 
 
 @functools.cache
-def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer. Raises ValueError where the options do not fit the model, or name a layer that it does not have."""
+def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str, placement: Placement | None = None) -> tuple[LayerPlan, ...]:
+    """Return the plan of every layer.
+
+    Raises ValueError where the options do not fit the model, or name a layer that it does not have, or the method cannot have the
+    placement.
+    """
     _check_layers(spec, dims)
-    return tuple(spec.layer(i, dims, capacity, dtype) for i in range(dims.num_hidden_layers))
+    layers = range(dims.num_hidden_layers)
+    return tuple(placed(spec.layer(i, dims, capacity, dtype), placement, dims.num_attention_heads) for i in layers)
 
 
 def dims_of(config: ModelDims) -> CacheDims:
@@ -95,33 +105,73 @@ def dims_of(config: ModelDims) -> CacheDims:
     return CacheDims(*(int(getattr(config, f.name)) for f in dataclasses.fields(CacheDims)))
 
 
-def init_cache(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None = None) -> Cache:
+def init_cache(
+    spec: CacheSpec | str,
+    config: ModelDims,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+) -> Cache:
     """Return an empty cache for `batch` sequences of up to `capacity` tokens.
 
     dtype: of full-precision rows, float32, bfloat16 or float16. Default: that of the model, if its config has one, as that of a model from
-    `load_llama` has; else bfloat16.
+    `load_llama` has; else bfloat16. placement: the devices of a mesh and what each of them holds; the cache is made there, part by part.
     Raises ValueError for another dtype, and where the options do not fit the model: a group size that does not divide the head dim,
-    skip_layers beyond the last layer.
+    skip_layers beyond the last layer, a placement that the method cannot have.
     """
-    spec, dims, name = _checked(spec, config, batch, capacity, dtype)
-    layers = tuple(plan.init(batch, name) for plan in plans(spec, dims, capacity, name))
-    return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, name)
+    spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
+    made = functools.partial(_empty, spec, dims, batch, capacity, name, placement)
+    if placement is None:
+        return made()
+    if not isinstance(placement.mesh, Mesh):
+        raise ValueError("a cache needs the devices of a mesh, and an AbstractMesh has none: kvq.layout describes such a cache")
+    return jax.jit(made, out_shardings=shardings(axes(spec, dims, batch, capacity, name, placement), placement))()
 
 
-def axes(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None = None) -> Cache:
+def _empty(spec: CacheSpec, dims: CacheDims, batch: int, capacity: int, dtype: str, placement: Placement | None) -> Cache:
+    layers = tuple(plan.init(batch, dtype) for plan in plans(spec, dims, capacity, dtype, placement))
+    return Cache(layers, jnp.zeros((batch,), jnp.int32), spec, dims, capacity, dtype, placement)
+
+
+def axes(
+    spec: CacheSpec | str,
+    config: ModelDims,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+) -> Cache:
     """Describe every array of `init_cache(...)`: return the same tree, with an `ArraySpec` of named axes (array_types.py) for each array.
 
     axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
     """
-    spec, dims, name = _checked(spec, config, batch, capacity, dtype)
-    layers = tuple(plan.axes(batch, name) for plan in plans(spec, dims, capacity, name))
+    spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
+    layers = tuple(plan.axes(batch, name) for plan in plans(spec, dims, capacity, name, placement))
     lengths = ArraySpec((Axis("batch", batch),), "int32")
-    return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name)
+    return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name, placement=placement)
 
 
-def layout(spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None = None) -> Cache:
-    """Return the ShapeDtypeStructs of `init_cache(...)`. Allocates nothing."""
-    return jax.tree.map(lambda described: described.struct, axes(spec, config, batch, capacity, dtype))
+def layout(
+    spec: CacheSpec | str,
+    config: ModelDims,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+) -> Cache:
+    """Return the ShapeDtypeStructs of `init_cache(...)`, with their shardings where there is a placement. Allocates nothing."""
+    described = axes(spec, config, batch, capacity, dtype, placement)
+    structs = jax.tree.map(lambda spec: spec.struct, described)
+    if placement is None:
+        return structs
+    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), structs, shardings(described, placement))
+
+
+def shardings(described: Cache, placement: Placement) -> Cache:
+    """Return the same tree with a NamedSharding for each description. Every device has the lengths, which hosts read."""
+    of_layers = jax.tree.leaves(placement.shardings(described.layers))
+    return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
 def check_held(cache: Cache) -> None:
@@ -144,11 +194,12 @@ def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
 
 
 def _checked(
-    spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None
+    spec: CacheSpec | str, config: ModelDims, batch: int, capacity: int, dtype: DTypeLike | None, placement: Placement | None
 ) -> tuple[CacheSpec, CacheDims, str]:
     spec, dims = parse(spec), dims_of(config)
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs at least one row and one token: {batch=}, {capacity=}")
+    check_rows(placement, batch)
     return spec, dims, _row_dtype(config, dtype)
 
 

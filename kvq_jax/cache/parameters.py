@@ -6,8 +6,10 @@ own = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated)  
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -17,7 +19,7 @@ from kvq_jax.cache.cache import CacheDims, dims_of, plans
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.layer.plan import LayerPlan, by_side
-from kvq_jax.types.array_types import LayerWeights, ModelDims, Tree
+from kvq_jax.types.array_types import ArraySpec, Axis, LayerWeights, ModelDims, Tree
 
 Calibrated = Mapping[Side, Mapping[str, ArrayLike]]
 
@@ -90,6 +92,47 @@ def missing_parameters(plan: LayerPlan, params: Tree) -> str:
         if (codec.takes_weights and not own) or set(codec.parameters(plan.heads)) - set(own)
     ]
     return " and ".join(lacking)
+
+
+def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
+    """Describe the axes of a layer's parameters (keys, values): a tree of `ArraySpec`, without sides that have none.
+
+    Their names tell which weights the model has. Raises ValueError where they are not those that the codecs describe.
+    """
+    described = []
+    for codec, own in zip((plan.k, plan.v), by_side(params), strict=True):
+        found = (
+            {**(codec.from_weights(_described_weights(dims, bias, norm)) or {}), **codec.parameters(plan.heads)}
+            for bias, norm in itertools.product((False, True), repeat=2)
+            if _can_take(codec, dims, bias, norm)
+        )
+        matching = [axes for axes in found if jax.tree.structure(axes) == jax.tree.structure(own or {})]
+        if not matching:
+            raise ValueError(f"{type(codec).__name__} has parameters that it does not describe: {jax.tree.structure(own)}")
+        described.append(matching[0] if own else ())
+    return tuple(described)
+
+
+def _can_take(codec: Codec, dims: CacheDims, bias: bool, norm: bool) -> bool:
+    try:
+        codec.from_weights(_described_weights(dims, bias, norm))
+    except ValueError:  # the codec needs a bias, or cannot have a norm
+        return False
+    return True
+
+
+def _described_weights(dims: CacheDims, bias: bool, norm: bool) -> LayerWeights:
+    model, out = Axis("model", dims.hidden_size), Axis("kv_heads", dims.num_key_value_heads, each=dims.head_dim)
+    kernel, vector = ArraySpec((model, out), "float32"), ArraySpec((out,), "float32")
+    return LayerWeights(
+        k_kernel=kernel,
+        v_kernel=kernel,
+        input_norm=ArraySpec((model,), "float32"),
+        norm_eps=ArraySpec((), "float32"),
+        k_bias=vector if bias else None,
+        v_bias=vector if bias else None,
+        k_norm=ArraySpec((Axis("channels", dims.head_dim),), "float32") if norm else None,
+    )
 
 
 def parameter_plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:

@@ -39,7 +39,8 @@ def _roundtrip(plan: LayerPlan, inputs: LayerInputs, params: Tree, carry: Tree) 
         rows = cross_layer.coded(codec, mine, codec.rows(mine, inputs).astype(jnp.float32), below)
         stats = codec.prompt_statistics(mine, inputs)
         padded = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)), mode="edge")
-        decoded = codec.dequantize(mine, stats, codec.quantize(mine, stats, padded, prefill=True))[:, :, :tokens]
+        at = jnp.pad(inputs.positions, ((0, 0), (0, padding)), mode="edge")
+        decoded = codec.dequantize(mine, stats, codec.quantize_at(mine, stats, padded, at, prefill=True))[:, :, :tokens]
         by_codec.append(cross_layer.decoded(codec, mine, decoded, below))
         if plan.cross_layer:
             held = cross_layer.after(plan.cross_layer, mine, decoded, below)

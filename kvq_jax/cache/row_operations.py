@@ -3,24 +3,34 @@
 trim         speculative decoding takes back rejected tokens, a chat goes back a turn
 select_rows  beam search reorders its beams, a server drops finished sequences
 repeat_rows  one prompt, several continuations
-merge_rows   a server adds a new sequence to a running batch
+merge_rows   two batches become one
+replace_row  a server puts a new sequence into a vacant row of a running batch
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from kvq_jax.arrays.stored import load_row_blocks
-from kvq_jax.cache.cache import Cache, check_held
+from kvq_jax.cache.cache import Cache, check_held, shardings
+from kvq_jax.cache.parameters import parameter_axes
 from kvq_jax.cache.update import take_tokens
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+from kvq_jax.placement.allowed import check_rows
+from kvq_jax.placement.crossing import crossing
+from kvq_jax.placement.placement import Placement
+from kvq_jax.placement.shards import on_shards, parameter_partition, state_partition
 from kvq_jax.types.array_types import ArraySpec, Integers, LengthsB, Tree
 from kvq_jax.types.integers import int32
 
@@ -41,11 +51,15 @@ def trim(cache: Cache, lengths: Integers, parameters: tuple[Tree, ...] = ()) -> 
         raise ValueError(f"lengths must be [{cache.batch}], got shape {kept.shape}")
     if not isinstance(kept, Tracer) and np.asarray(kept).min() < 0:
         raise ValueError(f"lengths must be at least 0, got {np.asarray(kept).tolist()}")
+    return _apply(_trimmed, cache.placement, cache, kept, parameters or ((),) * len(cache.layers))
+
+
+def _trimmed(cache: Cache, kept: LengthsB, parameters: tuple[Tree, ...]) -> Cache:
     kept = jnp.clip(kept, 0, cache.lengths)
-    own = parameters or ((),) * len(cache.layers)
     layers, below = [], None
-    for plan, p, state in zip(cache.plans, own, cache.layers, strict=True):
-        state, below = _trim_layer(plan, p, state, cache.lengths, kept, below)
+    for plan, p, state in zip(cache.plans, parameters, cache.layers, strict=True):
+        trim_layer = _trim_layer if cache.placement is None else _trim_layer_on_shards(cache, cache.placement)
+        state, below = trim_layer(plan, p, state, cache.lengths, kept, below)
         layers.append(state)
     return dataclasses.replace(cache, layers=tuple(layers), lengths=kept)
 
@@ -63,6 +77,11 @@ def select_rows(cache: Cache, index: Integers) -> Cache:
         outside = [i for i in np.asarray(index).tolist() if not 0 <= i < cache.batch]
         if outside:
             raise ValueError(f"index names row {outside[0]}, but the cache has rows 0 to {cache.batch - 1}")
+    check_rows(cache.placement, len(index))
+    return _apply(_selected, cache.placement, cache, index)
+
+
+def _selected(cache: Cache, index: Array) -> Cache:
     return jax.tree.map(lambda spec, array: jnp.take(array, index, axis=spec.axis("batch"), mode="clip"), cache.axes, cache)
 
 
@@ -79,15 +98,76 @@ def repeat_rows(cache: Cache, repeats: int) -> Cache:
 def merge_rows(first: Cache, second: Cache) -> Cache:
     """Return a cache with the rows of `first`, then those of `second`. Exact.
 
-    Raises ValueError, naming the field, where the caches differ in spec, dims, capacity or dtype.
+    Raises ValueError, naming the field, where the caches differ in spec, dims, capacity, dtype or placement.
     """
+    _check_alike(first, second, "cannot be merged")
+    return _apply(_merged, first.placement, first, second)
+
+
+def _merged(first: Cache, second: Cache) -> Cache:
+    return jax.tree.map(lambda spec, *rows: jnp.concatenate(rows, axis=spec.axis("batch")), first.axes, first, second)
+
+
+def replace_row(cache: Cache, index: Integers, row: Cache) -> Cache:
+    """Return the cache with `row`, a cache of one row, in place of its row `index`; nothing that was there remains. Exact.
+
+    Shapes do not change, and the index may be traced: one program serves every row, and where it donates the cache, only the bytes of one
+    row are written. Raises ValueError where the caches differ in spec, dims, capacity, dtype or placement, `row` has not exactly one row,
+    or `index` is no row number 0 .. B-1; a traced index cannot be checked and is clamped.
+    """
+    _check_alike(cache, row, "share no rows")
+    index = jnp.asarray(int32("index", index))
+    if row.batch != 1 or index.ndim:
+        raise ValueError(f"one row replaces one: got a cache of {row.batch} rows and an index of shape {index.shape}")
+    if not isinstance(index, Tracer) and not 0 <= int(index) < cache.batch:
+        raise ValueError(f"index={int(index)}, but the cache has rows 0 to {cache.batch - 1}")
+    return _apply(_replaced, cache.placement, cache, index, row)
+
+
+def _replaced(cache: Cache, index: Int[Array, ""], row: Cache) -> Cache:
+    def put(spec: ArraySpec, array: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(array, new, index, axis=spec.axis("batch"))
+
+    return jax.tree.map(put, cache.axes, cache, row)
+
+
+def _check_alike(first: Cache, second: Cache, failure: str) -> None:
     check_held(first)
     check_held(second)
-    for field in ("spec", "dims", "capacity", "dtype"):
+    for field in ("spec", "dims", "capacity", "dtype", "placement"):
         one, other = getattr(first, field), getattr(second, field)
         if one != other:
-            raise ValueError(f"caches with different {field} cannot be merged: {one} and {other}")
-    return jax.tree.map(lambda spec, *rows: jnp.concatenate(rows, axis=spec.axis("batch")), first.axes, first, second)
+            raise ValueError(f"caches with different {field} {failure}: {one} and {other}")
+
+
+def _apply(operation: Callable[..., Cache], placement: Placement | None, *given: Any) -> Cache:
+    """Return operation(*given). On a mesh it is one program, whose result lies there as the caches that were given do."""
+    if placement is None:
+        return operation(*given)
+    with crossing(placement) as own:
+        return _compiled(operation, *own.taken(given))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled(operation: Callable[..., Cache], *given: Any) -> Cache:
+    cache = operation(*given)
+    assert cache.placement is not None
+    return jax.tree.map(lax.with_sharding_constraint, cache, shardings(cache.axes, cache.placement))
+
+
+def _trim_layer_on_shards(cache: Cache, placement: Placement) -> Callable[..., tuple[LayerState, Array | None]]:
+    """Return `_trim_layer`, run on every shard."""
+
+    def run(
+        plan: LayerPlan, params: Tree, state: LayerState, old: LengthsB, new: LengthsB, below: Array | None
+    ) -> tuple[LayerState, Array | None]:
+        states, rows = state_partition(plan, placement), placement.along("batch")
+        own = parameter_partition(plan, placement, functools.partial(parameter_axes, plan, cache.dims, params), params)
+        carried = placement.along("batch", "none", "tokens", "model", body=True)
+        local = functools.partial(_trim_layer, plan.share(placement.size("heads")))
+        return on_shards(local, placement, (own, states, rows, rows, carried), (states, carried))(params, state, old, new, below)
+
+    return run
 
 
 def _trim_layer(
@@ -104,10 +184,11 @@ def _trim_layer(
     initial = tuple(codec.initial_statistics(old.shape[0], plan.heads) for codec in plan.codecs)
     stats = jax.tree.map(reset, specs, state.stats, initial)
     # Blocks that can come back: those that the window of recent .. recent + block - 1 tokens touches.
-    blocks = min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block)
+    blocks = regions.most_held(min(-(-(regions.recent + regions.block - 1) // regions.block), regions.body_capacity // regions.block))
     if not blocks:
         return dataclasses.replace(state, stats=stats), None
-    first = jnp.minimum(regions.body(new), regions.body_capacity - blocks * regions.block)  # [B], the first body token to dequantize
+    # [B], the first of the body tokens held here to dequantize
+    first = jnp.minimum(regions.held(regions.body(new)), regions.held_capacity - blocks * regions.block)
     held = regions.ring_positions(new)
     index = held - regions.sink  # the token that each ring slot holds now, counted from the start of the body
     returns = (index >= regions.body(new)[:, None]) & (index < regions.body(old)[:, None])
@@ -119,6 +200,15 @@ def _trim_layer(
         if plan.cross_layer:
             carried = cross_layer.after(plan.cross_layer, own, rows, below)
         rows = cross_layer.decoded(codec, own, rows, below)
-        back = take_tokens(rows, index - first[:, None]).astype(state.ring[side].dtype)
+        back = take_tokens(rows, regions.held_index(index) - first[:, None]).astype(state.ring[side].dtype)
+        if regions.axis is not None:
+            back = _of_holder(back, regions.holds(index)[:, None, :, None], regions.axis)
         ring.append(jnp.where(returns[:, None, :, None], back, state.ring[side]))
     return dataclasses.replace(state, ring=tuple(ring), stats=stats), carried
+
+
+def _of_holder(rows: Array, held: Array, axis: str) -> Array:
+    """Return, on every shard along a mesh axis, the rows of the one that holds them, bit for bit: a sum of integers and zeros."""
+    unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(rows, unsigned).astype(jnp.uint32)  # no collective of 16 bits runs everywhere
+    return lax.bitcast_convert_type(lax.psum(jnp.where(held, bits, 0), axis).astype(unsigned), rows.dtype)

@@ -2,7 +2,8 @@
 
     header   format "kvq-cache", version, spec text, dims, batch, capacity, dtype, fingerprints of the model and of the method parameters,
              and a checksum of all the rest (kvq_jax/files/checksum.py); files of version 1 have none
-    tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths
+    tensors  one for each leaf, named by its path: layers.0.body.k.words.0, layers.0.ring.v, lengths; and what a program keeps beside the
+             cache: beside.tokens
 
 A file comes from outside: nothing in it is trusted before it agrees with `layout(...)`, the tree that the header promises, and nothing
 is returned before its checksum is verified.
@@ -16,21 +17,26 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.cache.cache import Cache, CacheDims, check_held, dims_of, layout
+from kvq_jax.cache.cache import Cache, CacheDims, axes, check_held, dims_of, layout
+from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import Checksum, save_tensors
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import ModelDims, Tree
 
 FORMAT = "kvq-cache"
 VERSION, WITHOUT_CHECKSUM = "2", "1"
+BESIDE = "beside."
 DTYPES = {  # of tensors in a file, by their safetensors names
     "F32": "float32",
     "F16": "float16",
@@ -56,10 +62,20 @@ def fingerprint(tree: Tree) -> str:
     return digest.hexdigest()
 
 
-def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint: str = "", parameters_fingerprint: str = "") -> None:
+def save_cache(
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    model_fingerprint: str = "",
+    parameters_fingerprint: str = "",
+    beside: Mapping[str, np.ndarray] | None = None,
+) -> None:
     """Write a cache to a file, bit for bit. The file appears complete or not at all.
 
-    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters that it was quantized with.
+    The fingerprints (see `fingerprint`) tie it to the model that filled it and to the method parameters that it was quantized with. beside:
+    other arrays to keep in the file, such as the tokens that the cache holds, which `load_beside` reads. A cache
+    on a mesh is written as one device would hold it, so any placement can load it. Where several processes hold it, all of them call this,
+    the first one writes, and all wait for that.
     """
     check_held(cache)
     header = {
@@ -73,8 +89,12 @@ def save_cache(cache: Cache, path: str | os.PathLike[str], *, model_fingerprint:
         "model_fingerprint": model_fingerprint,
         "parameters_fingerprint": parameters_fingerprint,
     }
-    tensors = {name: np.ascontiguousarray(leaf).reshape(leaf.shape) for name, leaf in _named(cache).items()}
-    save_tensors(path, tensors, header)
+    tensors = {name: order(leaf) for (name, leaf), order in zip(_named(cache).items(), orders(cache), strict=True)}
+    tensors |= {BESIDE + name: np.asarray(array) for name, array in (beside or {}).items()}
+    if jax.process_index() == 0:
+        save_tensors(path, tensors, header)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {path}")
 
 
 def load_cache(
@@ -86,16 +106,17 @@ def load_cache(
     dtype: DTypeLike | None = None,
     model_fingerprint: str | None = None,
     parameters_fingerprint: str | None = None,
+    placement: Placement | None = None,
 ) -> Cache:
     """Return the cache that `save_cache` wrote, bit for bit. Arguments that are given must agree with the file; None is not compared.
 
+    placement: where on a mesh the cache shall lie, whatever it was when it was saved; None for one device. The host holds one array at a
+    time beside what its devices hold.
     Raises ValueError, in one line, where the file cannot be read, where an argument differs (spec, dims, capacity, dtype, a fingerprint),
     where a tensor is missing, unknown, or has another shape or dtype than the header promises, or where the content does not have its
     checksum. Raises FileNotFoundError where there is no file. A file without a checksum, of an older version, is loaded with a warning.
     """
     path = pathlib.Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is not a file")
     expected = {
         "spec": spec and parse(spec),
         "dims": config and dims_of(config),
@@ -104,28 +125,59 @@ def load_cache(
         "model_fingerprint": model_fingerprint,
         "parameters_fingerprint": parameters_fingerprint,
     }
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}") from None
+    with _opened(path) as file:
         header = file.metadata() or {}
         fields = _header(path, header, len(file.keys()))
         for field, value in expected.items():
             if value is not None and value != fields[field]:
                 raise ValueError(f"{str(path)!r} holds a cache with another {field}: {_show(fields[field])}, expected {_show(value)}")
         promised = _promised(path, fields)
+        described = axes(promised.spec, promised.dims, promised.batch, promised.capacity, promised.dtype, placement)
         _compare(path, file, _named(promised))
         tensors, checksum = [], Checksum()
-        for name in _named(promised):
+        for name, deal, place in zip(_named(promised), deals(promised, placement), placers(described), strict=True):
             tensor = file.get_tensor(name)
             checksum.add(name, tensor)
-            tensors.append(jnp.asarray(tensor))
+            tensors.append(place(deal(tensor)))
+        for name in _beside(file):
+            checksum.add(name, file.get_tensor(name))
         checksum.check(repr(str(path)), header, required=header["format_version"] != WITHOUT_CHECKSUM)
-    cache = jax.tree.unflatten(jax.tree.structure(promised), tensors)
+    cache = jax.tree.unflatten(jax.tree.structure(described), tensors)
     if bool(jnp.any((cache.lengths < 0) | (cache.lengths > cache.capacity))):
         raise ValueError(f"{str(path)!r}: lengths are not between 0 and the capacity {cache.capacity}: {cache.lengths.tolist()}")
     return cache
+
+
+def saved_layout(path: str | os.PathLike[str]) -> Cache:
+    """Return the layout of the cache that a file says it holds: its spec, dims, rows and capacity. Only the header is read. Raises as
+    `load_cache`, which verifies the rest."""
+    path = pathlib.Path(path)
+    with _opened(path) as file:
+        return _promised(path, _header(path, file.metadata() or {}, len(file.keys())))
+
+
+def load_beside(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Return the arrays that `save_cache` kept beside the cache. `load_cache` verifies their checksum, with that of the cache."""
+    with _opened(pathlib.Path(path)) as file:
+        return {name.removeprefix(BESIDE): file.get_tensor(name) for name in _beside(file)}
+
+
+def _beside(file: Any) -> list[str]:
+    names = file.keys()
+    return [name for name in names if name.startswith(BESIDE)]
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises FileNotFoundError where there is none, ValueError where it cannot be read."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is not a file")
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{str(path)!r} is not a readable safetensors file: {str(error).splitlines()[0]}") from None
+        yield file
 
 
 def _header(path: pathlib.Path, header: dict[str, str], tensors: int) -> dict[str, Any]:
@@ -163,7 +215,7 @@ def _promised(path: pathlib.Path, fields: dict[str, Any]) -> Cache:
 
 
 def _compare(path: pathlib.Path, file: Any, promised: dict[str, jax.ShapeDtypeStruct]) -> None:
-    stored = set(file.keys())
+    stored = set(file.keys()) - set(_beside(file))
     for name in sorted(stored ^ promised.keys()):
         raise ValueError(f"{str(path)!r}: tensor {name} is {'unknown' if name in stored else 'missing'}")
     for name, struct in promised.items():

@@ -72,6 +72,8 @@ class CacheSpec:
                 )
 
     def _without_bias(self, keys: Codec) -> Codec:
+        if keys.joint and not keys.rebuilds:
+            raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which share a row with values; leave it out")
         if keys.exact or keys.rebuilds:
             why = "caches no keys and rebuilds them with their bias" if keys.rebuilds else "keeps keys in full precision"
             raise ValueError(f"{OPTION} has no meaning for keys of {_method_text(self.k)}, which {why}; leave it out")
@@ -89,7 +91,7 @@ class CacheSpec:
         """Return the plan of one layer: resolved codecs and regions. Raises ValueError where the options do not fit the model."""
         self._check()
         k, v = (Dense(), Dense()) if index in self.skip_layers else (self.k, self.v)
-        k_codec, v_codec = k.codec("k", index, dims, self.block, dtype), v.codec("v", index, dims, self.block, dtype)
+        k_codec, v_codec = k.resolved("k", index, dims, self.block, dtype), v.resolved("v", index, dims, self.block, dtype)
         if (k_codec.joint or v_codec.joint) and k != v:
             joint = k if k_codec.joint else v
             raise ValueError(f"{str(self)!r}: {_method_text(joint)} keeps one body for keys and values of this model; use it for both")

@@ -20,10 +20,13 @@ from jaxtyping import Array, Float
 
 from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
-from kvq_jax.cache.cache import Cache, check_held
-from kvq_jax.cache.parameters import missing_parameters
+from kvq_jax.cache.cache import Cache, CacheDims, check_held
+from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.placement.crossing import crossing
+from kvq_jax.placement.placement import Placement
+from kvq_jax.placement.shards import carry_partition, input_partition, on_shards, parameter_partition, state_partition
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree, ValidBT
 from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
@@ -84,15 +87,17 @@ def begin(
         if missing:
             remedy = f"kvq.prepare_layer({str(cache.spec)!r}, dims, {layer}, ...) makes them, begin(..., parameters=...) takes them"
             raise ValueError(f"{str(cache.spec)!r} needs parameters for {missing} of layer {layer}: {remedy}")
-    new = jnp.arange(tokens, dtype=jnp.int32)[None]
-    positions = cache.lengths[:, None] + new
-    valid = positions < cache.capacity
-    if lengths is not None:
-        real = jnp.asarray(int32("lengths", lengths))
-        if real.shape != (cache.batch,):
-            raise ValueError(f"lengths must be [{cache.batch}], got shape {real.shape}")
-        valid &= new < real[:, None]
-    return Step(positions, valid, cache, given, (), prefill, implementation)
+    with crossing(cache.placement) as own:
+        new = jnp.arange(tokens, dtype=jnp.int32)[None]
+        positions = cache.lengths[:, None] + new
+        valid = positions < cache.capacity
+        if lengths is not None:
+            real = own.taken(jnp.asarray(int32("lengths", lengths)))
+            if real.shape != (cache.batch,):
+                raise ValueError(f"lengths must be [{cache.batch}], got shape {real.shape}")
+            valid &= new < real[:, None]
+        positions, valid = own.everywhere((positions, valid))
+    return Step(own.handed(positions), own.handed(valid), cache, given, (), prefill, implementation)
 
 
 def append_and_attend(
@@ -136,8 +141,17 @@ def append_and_attend(
     inputs = LayerInputs(x, q_pre, q, k_pre, k, v, step.positions, step.valid, rope, residual)
     plan, own, state = cache.plans[step.layer], step.parameters[step.layer], cache.layers[step.layer]
     # The choice depends on the device, so it is made here and not inside _layer_step, whose trace equal layers share.
-    chosen = dispatch.choose(step.implementation, plan, dims.num_attention_heads, 1 if step.prefill else tokens) or "xla"
-    out, state, carry = _layer_step(plan, step.prefill, chosen, own, state, inputs, step.carry)
+    choice = functools.partial(dispatch.choose, step.implementation)
+    if cache.placement is None:
+        chosen = choice(plan, dims.num_attention_heads, 1 if step.prefill else tokens) or "xla"
+        out, state, carry = _layer_step(plan, step.prefill, chosen, own, state, inputs, step.carry)
+    else:
+        parts = cache.placement.size("heads")
+        chosen = choice(plan.share(parts), dims.num_attention_heads // parts, 1 if step.prefill else tokens) or "xla"
+        with crossing(cache.placement) as mesh:
+            given = mesh.taken((own, state, inputs, step.carry))
+            out, state, carry = _layer_step_on_shards(cache.placement, dims, plan, step.prefill, chosen, *given)
+        out = mesh.handed(out, "batch", "heads", "none", "channels")
     layers = (*cache.layers[: step.layer], state, *cache.layers[step.layer + 1 :])
     return out, dataclasses.replace(step, cache=dataclasses.replace(cache, layers=layers), carry=carry, layer=step.layer + 1)
 
@@ -146,7 +160,9 @@ def finish(step: Step) -> Cache:
     """Return the cache with the step's tokens added and counted. Raises ValueError where the step has not gone through every layer."""
     if step.layer != len(step.cache.layers):
         raise ValueError(f"the step went through {step.layer} of {len(step.cache.layers)} layers: call append_and_attend once for each")
-    return dataclasses.replace(step.cache, lengths=step.cache.lengths + jnp.sum(step.valid, axis=1, dtype=jnp.int32))
+    with crossing(step.cache.placement) as own:
+        added = jnp.sum(own.taken(step.valid), axis=1, dtype=jnp.int32)
+        return dataclasses.replace(step.cache, lengths=own.everywhere(step.cache.lengths + added))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
@@ -157,3 +173,24 @@ def _layer_step(
     out, state, carry = layer(plan, params, state, inputs, carry, implementation)
     lost = inputs.positions >= plan.regions.capacity
     return jnp.where(lost[:, None, :, None], jnp.nan, out), state, carry
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _layer_step_on_shards(
+    placement: Placement,
+    dims: CacheDims,
+    plan: LayerPlan,
+    prefill: bool,
+    implementation: Implementation,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Run `_layer_step` on every shard of a placement."""
+    states, carries = state_partition(plan, placement), carry_partition(placement)
+    own = parameter_partition(plan, placement, functools.partial(parameter_axes, plan, dims, params), params)
+    attention = placement.along("batch", "heads", "none", "channels")
+    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, implementation)
+    run = on_shards(local, placement, (own, states, input_partition(placement), carries), (attention, states, carries))
+    return run(params, state, inputs, carry)

@@ -185,28 +185,29 @@ def _age(
     """Return the body with the blocks added that leave the window when `start` tokens become `total`. ring: with these tokens in it."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
-    blocks = min(-(-tokens // block), regions.body_capacity // block)
+    blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
     if not blocks:
         return state.body[side]
-    first = regions.body(start)
-    leaving = (regions.body(total) - first) // block  # [B], at most `blocks`
+    first = regions.held(regions.body(start))
+    leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
     if tokens == 1 and not prefill:  # what leaves is still in the ring, which has room for a block more than it must hold
         body = dispatch.append_block(plan, codec, state.stats[side], state.body[side], ring, first, leaving, chosen)
         if body is not None:
             return body
-    position = (regions.sink + first)[:, None] + jnp.arange(blocks * block)[None]
+    position = regions.held_positions(first, blocks * block)
     index = jnp.where(position < start[:, None], regions.ring_slot(position), regions.ring_slots + position - start[:, None])
 
     def encode() -> Tree:
         source = take_tokens(jnp.concatenate([state.ring[side], rows], axis=2), index)
-        below = cross_layer.tokens_of(plan, carry, position - regions.sink)
+        below = cross_layer.tokens_of(plan, carry, regions.held_index(position - regions.sink))
 
-        def code(source: tuple[Array, Array | None]) -> Tree:
-            return dispatch.quantize(
-                codec, params, state.stats[side], cross_layer.coded(codec, params, *source), prefill=prefill, chosen=chosen
-            )
+        def code(source: tuple[Array, Array | None, Array]) -> Tree:
+            rows, below, position = source
+            coded = cross_layer.coded(codec, params, rows, below)
+            return dispatch.quantize(codec, params, state.stats[side], coded, position[:, 0, :, 0], prefill=prefill, chosen=chosen)
 
-        return code((source, below)) if isinstance(chosen, Launch) else _by_chunks(code, codec.body(1, 1, block), (source, below), block)
+        whole = source, below, position[:, None, :, None]
+        return code(whole) if isinstance(chosen, Launch) else _by_chunks(code, codec.body(1, 1, block), whole, block)
 
     def nothing() -> Tree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))

@@ -29,7 +29,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
     codec = plan.cross_layer
     if codec is None:
         return carry
-    size, batch = plan.regions.body_capacity, live.shape[0]
+    size, batch = plan.regions.held_capacity, live.shape[0]
     spec = codec.accumulator(batch, size)
     tokens, wide = spec.axis("tokens"), spec["model"].size
     stored = jnp.zeros(spec.shape, spec.struct.dtype) if codec.starts else incoming(plan, carry)
@@ -48,7 +48,7 @@ def advance(plan: LayerPlan, params: Tree, state: LayerState, live: LengthsB, ca
         kept = jnp.where(spec.along("tokens", fresh), spec.store(new[:, 0]), old)
         return lax.dynamic_update_slice_in_dim(stored, kept, at, tokens)
 
-    return lax.fori_loop(0, -(-jnp.max(live) // chunk), step, stored)
+    return lax.fori_loop(0, -(-jnp.max(plan.regions.held(live)) // chunk), step, stored)
 
 
 def incoming(plan: LayerPlan, carry: Tree) -> Array:
@@ -59,7 +59,7 @@ def incoming(plan: LayerPlan, carry: Tree) -> Array:
 
 
 def tokens_of(plan: LayerPlan, carry: Tree, index: Int[Array, "B E"]) -> Float[Array, "B 1 E D"] | None:
-    """Return the accumulator at body tokens index[b]; None for plans that build on no layer below."""
+    """Return the accumulator at entries index[b] of those held here; None for plans that build on no layer below."""
     codec = plan.cross_layer
     if codec is None or codec.starts:
         return None

@@ -71,6 +71,14 @@ class LayerPlan:
     def cross_layer(self) -> CrossLayerCodec | None:
         return self.k.cross_layer
 
+    def dealt(self, shards: int, axis: str | None) -> LayerPlan:
+        """Return the plan of a layer whose body is dealt out to shards along a mesh axis."""
+        return self if shards == 1 else dataclasses.replace(self, regions=dataclasses.replace(self.regions, shards=shards, axis=axis))
+
+    def share(self, parts: int) -> LayerPlan:
+        """Return the plan of 1 / parts of the KV heads."""
+        return self if parts == 1 else dataclasses.replace(self, heads=self.heads // parts)
+
     @property
     def quantizes(self) -> bool:
         """Return True where the layer stores codes: not where it is skipped, nor where a method's options leave its rows as they are."""
@@ -98,7 +106,8 @@ class LayerPlan:
             held = (Axis("batch", batch), Axis("tokens", slots))
             return tuple(ArraySpec((held[0], heads, held[1], channels), jnp.dtype(dtype).name) for heads, channels in rows)
 
-        bodies = tuple(codec.body(batch, self.heads, self.regions.body_capacity) for codec in self.codecs)
+        tokens = self.regions.held_capacity * self.regions.shards
+        bodies = tuple(codec.body(batch, self.heads, tokens) for codec in self.codecs)
         stats = tuple(codec.statistics_spec(batch, self.heads) for codec in self.codecs)
         return LayerState(window(self.regions.sink_slots), window(self.regions.ring_slots), bodies, stats)
 

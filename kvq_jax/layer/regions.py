@@ -6,6 +6,12 @@
 
 So the newest recent .. recent + block - 1 tokens are in full precision. A ring slot s holds the newest token p with
 (p - sink) % slots == s.
+
+Where D shards split a body, its blocks are dealt out in turn:
+
+    block g is block g // D of shard g % D        so shards differ by at most one block, whatever the length
+
+and the first blocks of a sequence are the first ones of every shard.
 """
 
 from __future__ import annotations
@@ -14,19 +20,26 @@ import dataclasses
 from typing import TypeVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Bool, Int
 
 N = TypeVar("N", int, Array)
 
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """Static sizes in tokens. `capacity` counts all three regions together."""
+    """Static sizes in tokens. `capacity` counts all three regions together.
+
+    shards: how many shards the body's blocks are dealt out to, which lie along the mesh axis `axis`. What a shard holds is asked by its own
+    program, inside of `jax.shard_map`.
+    """
 
     sink: int
     recent: int
     block: int
     capacity: int
+    shards: int = 1
+    axis: str | None = None
 
     def body(self, n: N) -> N:
         """Return the number of tokens in the body after n tokens (an int, or an integer array)."""
@@ -53,3 +66,38 @@ class Regions:
         """Return the position that each ring slot holds after `lengths` tokens; below `sink` where the slot is still empty."""
         newest = lengths[:, None] - 1
         return newest - (newest - self.sink - jnp.arange(self.ring_slots)[None]) % self.ring_slots
+
+    @property
+    def held_capacity(self) -> int:
+        """Return the body tokens that each shard has room for."""
+        return self.most_held(self.body_capacity // self.block) * self.block
+
+    def most_held(self, blocks: int) -> int:
+        """Return how many of so many neighbouring blocks one shard can hold, at most."""
+        return -(-blocks // self.shards)
+
+    def held(self, body: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return how many of the first `body` body tokens, whole blocks, this shard holds: its first ones."""
+        if self.shards == 1:
+            return body
+        return (body // self.block + self.shards - 1 - lax.axis_index(self.axis)) // self.shards * self.block
+
+    def body_token(self, index: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the body token that this shard holds at `index`."""
+        if self.shards == 1:
+            return index
+        return (index // self.block * self.shards + lax.axis_index(self.axis)) * self.block + index % self.block
+
+    def held_index(self, token: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return where the shard that has a body token holds it: the inverse of `body_token`."""
+        return token if self.shards == 1 else token // (self.block * self.shards) * self.block + token % self.block
+
+    def holds(self, token: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Return True where this shard, one of several, holds a body token."""
+        return token // self.block % self.shards == lax.axis_index(self.axis)
+
+    def held_positions(self, first: Int[Array, "B"], count: int) -> Int[Array, "B count"]:
+        """Return the positions of the `count` body tokens that this shard holds from index first[b] on."""
+        if self.shards == 1:
+            return (self.sink + first)[:, None] + jnp.arange(count)[None]
+        return self.sink + self.body_token(first[:, None] + jnp.arange(count)[None])

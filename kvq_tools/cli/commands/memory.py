@@ -14,7 +14,7 @@ from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.methods.xquant.roofline import Device
 from kvq_models.inference.memory import parameter_bytes, working_bytes
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, memory_roofline
+from kvq_tools.cli import inputs, memory_mesh, memory_roofline
 from kvq_tools.cli.console import format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -29,6 +29,7 @@ EPILOG = f"""\
 examples:
   kvq memory meta-llama/Llama-3.1-8B --cache dense --cache innerq:bits=2 --context 131072 --batch 1 --budget 24GiB
   kvq memory meta-llama/Llama-3.1-8B --cache xquant:bits=2 --cache kivi:bits=2 --roofline h200
+  kvq memory meta-llama/Llama-3.1-8B --cache kivi:bits=2 --context 10M --mesh auto --devices 8 --device h200
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -42,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context",
         metavar="S",
-        type=inputs.positive,
-        help="capacity in tokens of each sequence (default: the model's max_position_embeddings)",
+        type=inputs.token_count,
+        help="capacity in tokens of each sequence, such as 4096, 128K or 10M (default: the model's max_position_embeddings)",
     )
     parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
     parser.add_argument(
@@ -53,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=inputs.DTYPES, default="bfloat16", help="of full-precision rows, the model's (default: %(default)s)"
     )
     memory_roofline.add(parser)
+    memory_mesh.add(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -62,7 +64,10 @@ def run(options: argparse.Namespace) -> None:
     with progress("counting"):
         sizes = options.batch, context, options.dtype, options.budget
         caches = [{"name": text} | describe(spec, config, *sizes, options.roofline) for text, spec in options.cache]
-    result = {
+        for cache, (_, spec) in zip(caches, options.cache, strict=True):
+            with inputs.input_errors():
+                cache["mesh"] = _on_mesh(options, spec, config, context)
+    result: dict[str, Any] = {
         "model": options.model,
         "context": context,
         "batch": options.batch,
@@ -73,7 +78,18 @@ def run(options: argparse.Namespace) -> None:
         "device": None if options.roofline is None else memory_roofline.describe_device(options.roofline, config),
         "caches": caches,
     }
-    print_json("memory", result) if options.json else _print(result)
+    if options.json:
+        return print_json("memory", result)
+    _print(result)
+    if options.mesh is not None:
+        memory_mesh.print_shares(caches, options.device)
+
+
+def _on_mesh(options: argparse.Namespace, spec: kvq.CacheSpec, config: LlamaConfig, context: int) -> dict[str, Any] | None:
+    if options.mesh is None:
+        return None
+    sizes = options.batch, context, options.dtype
+    return memory_mesh.describe(spec, config, *sizes, options.mesh, options.devices, options.device)
 
 
 def describe(

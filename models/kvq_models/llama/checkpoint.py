@@ -18,17 +18,20 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from kvq_jax.files.checksum import write_tensors
 from kvq_jax.files.whole import link_others, replacing_directory
+from kvq_jax.placement.placement import AnyMesh, Placement
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.gguf_file import GgufFile
 from kvq_models.llama.gguf_metadata import ROPE_FACTORS
 from kvq_models.llama.hf_directory import HfDirectory, Part, local_directory
 from kvq_models.llama.model import Llama, abstract_llama
+from kvq_models.llama.sharding import placement_of, weight_shardings
 from kvq_models.llama.stored_tensor import CheckpointError, StoredTensor
 from kvq_models.named_models.names import located
 
@@ -54,29 +57,32 @@ def open_checkpoint(path_or_hub_id: str | os.PathLike[str], part: Part = "all") 
     return HfDirectory(local_directory(path_or_hub_id, part))
 
 
-def load_llama(path_or_hub_id: str | os.PathLike[str], *, dtype: DTypeLike = "bfloat16") -> tuple[Llama, Any]:
+def load_llama(
+    path_or_hub_id: str | os.PathLike[str], *, dtype: DTypeLike = "bfloat16", mesh: AnyMesh | Placement | None = None
+) -> tuple[Llama, Any]:
     """Load a checkpoint as (llama, tokenizer); the tokenizer is None where the checkpoint has none.
 
     path_or_hub_id: a Hugging Face directory, a GGUF file, a Hub id (organisation/name), or a name: "embedded" for the model that ships with
     kvq, "smollm2" once `kvq fetch smollm2` has brought it. Weights are cast to `dtype` (float32, bfloat16 or float16) one tensor at a time;
     those of a GGUF file are dequantized first. A tied checkpoint that also stores a head keeps that head where it differs from the
-    embedding, as in transformers.
+    embedding, as in transformers. mesh: the devices that share the weights (sharding.py); each process reads the parts that its devices
+    hold, so checksums of files are not verified.
     Raises CheckpointError for files and tensors, values that are not finite included, FileNotFoundError for a name whose model is not here,
     ValueError or NotImplementedError for fields of the configuration.
     """
     checkpoint = open_checkpoint(path_or_hub_id)
-    return load_weights(checkpoint, dtype=dtype), checkpoint.tokenizer()
+    return load_weights(checkpoint, dtype=dtype, mesh=mesh), checkpoint.tokenizer()
 
 
-def load_weights(checkpoint: Checkpoint, *, dtype: DTypeLike) -> Llama:
-    """Return the model of an open checkpoint with its weights as `dtype`. Raises as `load_llama`."""
+def load_weights(checkpoint: Checkpoint, *, dtype: DTypeLike, mesh: AnyMesh | Placement | None = None) -> Llama:
+    """Return the model of an open checkpoint with its weights as `dtype`, on a mesh if one is given. Raises as `load_llama`."""
     if jnp.dtype(dtype).name not in MODEL_DTYPES:
         raise ValueError(f"dtype={jnp.dtype(dtype).name!r} is not supported; supported: {', '.join(MODEL_DTYPES)}")
     _check_layers(checkpoint)
     config = _untie_if_stored_apart(checkpoint)
     abstract = abstract_llama(config, dtype)
     _check_tensors(hf_names.weights(abstract), checkpoint.tensors, tied=config.tie_word_embeddings)
-    return _read_weights(abstract, checkpoint)
+    return _read_weights(abstract, checkpoint, None if mesh is None else placement_of(mesh))
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> LlamaConfig:
@@ -146,13 +152,17 @@ def _some(names: list[str]) -> str:
     return f"tensor {names[0]!r}{more}"
 
 
-def _read_weights(abstract: Llama, checkpoint: Checkpoint) -> Llama:
+def _read_weights(abstract: Llama, checkpoint: Checkpoint, placement: Placement | None) -> Llama:
     """Fill the abstract model tensor by tensor."""
+    shardings = {} if placement is None else weight_shardings(abstract, placement)
     values: dict[str, jax.Array] = {}
     finite: dict[str, jax.Array] = {}  # asked for at the end: the host does not wait for each tensor
     expected = hf_names.weights(abstract).items()
     for path, weight in tqdm(expected, desc="loading weights", unit="tensor", leave=False, delay=1.0, disable=None):
-        placed = _placed(checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
+        if placement is None:
+            placed = _placed(checkpoint.read(weight.name), transpose=weight.transpose, dtype=weight.leaf.dtype)
+        else:
+            placed = _placed_in_parts(checkpoint, weight, shardings[path], placement.everywhere)
         values[path], finite[weight.name] = placed
     broken = [name for name, of_tensor in finite.items() if not of_tensor]
     if broken:
@@ -161,9 +171,34 @@ def _read_weights(abstract: Llama, checkpoint: Checkpoint) -> Llama:
     return hf_names.replace_weights(abstract, values)
 
 
-@functools.partial(jax.jit, static_argnames=("transpose", "dtype"))
-def _placed(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def _cast(tensor: np.ndarray | jax.Array, *, transpose: bool, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return the tensor on the device, transposed and cast there (strided copies on the host would take most of the loading time), and
     whether all of it is finite."""
     placed = (jnp.transpose(tensor) if transpose else jnp.asarray(tensor)).astype(dtype)
     return placed, jnp.all(jnp.isfinite(placed))
+
+
+_placed = jax.jit(_cast, static_argnames=("transpose", "dtype"))
+
+
+def _placed_in_parts(
+    checkpoint: Checkpoint, weight: hf_names.Weight, where: NamedSharding, everywhere: NamedSharding
+) -> tuple[jax.Array, jax.Array]:
+    """Return what `_placed` returns, on a mesh: each part is read once by each process that holds it."""
+    axes = (*where.spec, *[None] * (len(weight.hf_shape) - len(where.spec)))
+    stored = NamedSharding(where.mesh, PartitionSpec(*(axes[::-1] if weight.transpose else axes)))
+    read, parts = checkpoint.parts(weight.name), dict[str, np.ndarray]()
+
+    def part(index: Any) -> np.ndarray:
+        key = str(index)
+        if key not in parts:
+            parts[key] = read(index)
+        return parts[key]
+
+    tensor = jax.make_array_from_callback(weight.hf_shape, stored, part)
+    return _placing(where, everywhere)(tensor, transpose=weight.transpose, dtype=weight.leaf.dtype)
+
+
+@functools.cache
+def _placing(where: NamedSharding, everywhere: NamedSharding) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    return jax.jit(_cast, static_argnames=("transpose", "dtype"), out_shardings=(where, everywhere))

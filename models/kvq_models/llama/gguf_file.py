@@ -7,7 +7,7 @@ numbers that its blocks stand for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,11 @@ class GgufFile:
         """Return a tensor, by its Hugging Face name and in Hugging Face's orientation and order of rows, in float32."""
         tensor, heads = self._dequantized(name), gguf_metadata.has_swapped_rows(self.config, name)
         return gguf_metadata.unswapped(tensor, heads) if heads else tensor
+
+    def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        """Return a function that gives parts of one tensor, which is read and dequantized as a whole."""
+        whole = self.read(name)
+        return lambda index: whole[index]
 
     def tokenizer(self) -> Any:
         """Return the tokenizer, or None where the file has none. CheckpointError where it is of a kind that is not supported."""

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +127,18 @@ class HfDirectory:
                 except ValueError as error:
                     raise CheckpointError(str(error)) from None
         return tensor
+
+    def parts(self, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        """Return a function that reads a part of one tensor, and nothing else of it. No checksum tells whether a part is damaged."""
+        stored = self.tensors[name]
+        if stored.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"tensor {name!r} is stored as {stored.dtype}; supported: {', '.join(FLOAT_DTYPES)}")
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            with _opened(stored.file) as tensors:
+                return tensors.get_slice(stored.stored_as or name)[index]
+
+        return read
 
     def tokenizer(self) -> Any:
         """Return the directory's tokenizer, or None where it has none."""

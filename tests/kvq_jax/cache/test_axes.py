@@ -70,7 +70,7 @@ def test_the_batch_and_the_tokens_of_a_body_are_called_so(case: MethodCase):
     assert [spec.shape for spec in jax.tree.leaves(rest[0])] == [spec.shape for spec in jax.tree.leaves(rest[1])], "windows grew"
     for path, spec in described(bodies[0]).items():
         assert spec["tokens"].count == last_plan(case).regions.body_capacity, f"{path} does not run along the body's tokens"
-        assert spec["tokens"].size * spec["tokens"].per == spec["tokens"].count, f"{path} ends inside of an entry"
+        assert spec["tokens"].count % spec["tokens"].per == 0, f"{path} ends inside of an entry"
     for sink, ring in ((layer.sink, layer.ring) for layer in one.layers):
         assert all(spec.names[2] == "tokens" for spec in (*sink, *ring))
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvq_jax as kvq
 from tests.compile_options import QUICK_COMPILE
-from tests.kvq_jax.cache_runs import LENGTHS, continued, filled, rows_of
+from tests.kvq_jax.cache_runs import DIMS, LENGTHS, continued, filled, rows_of
 from tests.kvq_jax.layer_runs import ROUNDING, beyond_rounding, live, parameters_of, row_errors
 from tests.methods_table import MethodCase, cases
 
@@ -101,6 +101,29 @@ def test_merged_rows_are_those_of_both_caches(case: MethodCase):
     assert jax.tree.structure(merged) == jax.tree.structure(first)
 
 
+@cases("kivi4_group8", "innerq2", "mixed", "dense")
+def test_a_row_replaces_another_and_nothing_else(case: MethodCase):
+    cache, other = filled(case.spec, LENGTHS), kvq.select_rows(filled(case.spec), [3])
+    replace = jax.jit(lambda cache, index, row: kvq.replace_row(cache, index, row))
+    for index in (0, 5, 7):
+        found = replace(cache, jnp.int32(index), other)
+        kept = [row for row in range(8) if row != index]
+        assert_same_rows(found, other, [index], [0])
+        assert_same_rows(found, cache, kept, kept)
+        with pytest.raises(AssertionError):
+            assert_same_rows(found, cache, [index], [index])
+    assert replace._cache_size() == 1, "one program serves every row"
+
+
+def test_a_donated_cache_is_written_one_row_at_a_time():
+    cache = kvq.layout("kivi:bits=2", DIMS, 64, 4096)
+    row = kvq.layout("kivi:bits=2", DIMS, 1, 4096)
+    compiled = jax.jit(kvq.replace_row, donate_argnums=0).lower(cache, jax.ShapeDtypeStruct((), jnp.int32), row).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * kvq.nbytes(cache), "the donated cache is not updated in place"
+    assert memory.temp_size_in_bytes <= kvq.nbytes(row), f"{memory.temp_size_in_bytes} temporary bytes for a row of {kvq.nbytes(row)}"
+
+
 @pytest.mark.parametrize(
     ("field", "other"),
     [
@@ -110,12 +133,13 @@ def test_merged_rows_are_those_of_both_caches(case: MethodCase):
         ("dims", {"num_hidden_layers": 3}),
     ],
 )
-def test_caches_that_differ_are_not_merged(field: str, other: dict):
+def test_caches_that_differ_share_no_rows(field: str, other: dict):
     cache = filled("kivi:sink=0,recent=12,block=16", LENGTHS)
     dims = dataclasses.replace(cache.dims, num_hidden_layers=other.get("num_hidden_layers", cache.dims.num_hidden_layers))
     changed = kvq.init_cache(other.get("spec", cache.spec), dims, 1, other.get("capacity", cache.capacity), other.get("dtype", cache.dtype))
-    with pytest.raises(ValueError, match=rf"\Acaches with different {field} [^\n]+\Z"):
-        kvq.merge_rows(cache, changed)
+    for operation in (kvq.merge_rows, lambda cache, row: kvq.replace_row(cache, 0, row)):
+        with pytest.raises(ValueError, match=rf"\Acaches with different {field} [^\n]+\Z"):
+            operation(cache, changed)
 
 
 @pytest.mark.usefixtures("types_unchecked")
@@ -129,6 +153,10 @@ def test_caches_that_differ_are_not_merged(field: str, other: dict):
         (lambda c: kvq.select_rows(c, [0.5]), "index must be integers, got 0.5"),
         (lambda c: kvq.repeat_rows(c, 0), "repeats=0"),
         (lambda c: kvq.trim(c, [1, 2]), r"lengths must be \[8\]"),
+        (lambda c: kvq.replace_row(c, 8, kvq.select_rows(c, [0])), "index=8, but the cache has rows 0 to 7"),
+        (lambda c: kvq.replace_row(c, -1, kvq.select_rows(c, [0])), "index=-1"),
+        (lambda c: kvq.replace_row(c, 0, kvq.select_rows(c, [0, 1])), "got a cache of 2 rows"),
+        (lambda c: kvq.replace_row(c, [0], kvq.select_rows(c, [0])), r"an index of shape \(1,\)"),
     ],
 )
 def test_arguments_that_name_no_rows_are_refused(call, message: str):

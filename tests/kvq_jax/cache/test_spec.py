@@ -30,7 +30,7 @@ def values(field: dataclasses.Field) -> st.SearchStrategy:
     """Values of one option, as its declaration allows them; a pair stands for the fields of a `PerLayer`."""
     choices = field.metadata["choices"]
     if field.metadata["per_layer"]:
-        one = st.sampled_from(choices)
+        one = st.sampled_from(choices or [0, 3, 4310, 44211000])
         ranges = st.lists(
             st.tuples(one, st.integers(0, 9), st.integers(0, 9)).map(lambda r: (r[0], r[1], r[1] + r[2])), min_size=1, max_size=3
         )

@@ -1,0 +1,115 @@
+"""Where arrays lie on a mesh of devices: one table from the names of their axes to the mesh axes that split them.
+
+    rows     sequences of the batch. Shards never speak to each other
+    heads    KV heads, and the query heads that read them, where a method stores each head apart
+    tokens   the body's blocks, dealt out in turn (layer/regions.py). Blocks are coded independently, so every method can be split so;
+             windows, prompt statistics and new tokens are on every shard, and attention over the body is merged, exact up to rounding
+
+What is not split is on every device of the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kvq_jax.types.array_types import ArraySpec, AxisName, Tree
+
+AnyMesh = Mesh | AbstractMesh
+WAYS = ("rows", "heads", "tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The axes of a mesh that split a cache's rows, KV heads and body tokens; None where nothing does. Hashable.
+
+        mesh = jax.make_mesh((4, 2), ("heads", "tokens"))
+        cache = init_cache("kivi:bits=2", config, batch=1, capacity=1 << 20, placement=Placement(mesh, heads="heads", tokens="tokens"))
+
+    mesh: devices, or an AbstractMesh where only shapes and bytes are asked for. Its axes may be of any type: programs that hold a cache
+    run with axes of type Auto, whatever mesh is in context (crossing.py). Mesh axes that are not named hold copies.
+    Raises ValueError, in one line, for an axis that the mesh does not have or that is named twice.
+    """
+
+    mesh: AnyMesh
+    rows: str | None = None
+    heads: str | None = None
+    tokens: str | None = None
+
+    def __post_init__(self) -> None:
+        named = [axis for axis in (self.rows, self.heads, self.tokens) if axis is not None]
+        unknown = [axis for axis in named if axis not in self.mesh.axis_names]
+        if unknown:
+            raise ValueError(f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(map(repr, self.mesh.axis_names))}")
+        if len(set(named)) < len(named):
+            raise ValueError(f"one mesh axis cannot split two things: rows={self.rows!r}, heads={self.heads!r}, tokens={self.tokens!r}")
+        object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
+
+    def size(self, way: str) -> int:
+        """Return into how many parts "rows", "heads" or "tokens" are split."""
+        axis = getattr(self, way)
+        return 1 if axis is None else self.mesh.shape[axis]
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.size
+
+    def __str__(self) -> str:
+        return ",".join(f"{way}={self.size(way)}" for way in WAYS if self.size(way) > 1) or "whole"
+
+    def split(self, name: AxisName, *, body: bool = False) -> str | None:
+        """Return the mesh axis that splits array axes of this name, if any; `body`: in arrays that grow with the body's tokens."""
+        if name == "batch":
+            return self.rows
+        if name in ("kv_heads", "heads"):
+            return self.heads
+        return self.tokens if name == "tokens" and body else None
+
+    def partition(self, spec: ArraySpec) -> PartitionSpec:
+        """Return how an array of a cache, an input of a layer or a method parameter is split."""
+        return self.along(*spec.names, body=spec.grows)
+
+    def along(self, *names: AxisName, body: bool = False) -> PartitionSpec:
+        """Return how an array with axes of these names is split."""
+        return PartitionSpec(*(self.split(name, body=body) for name in names))
+
+    def partitions(self, specs: Tree) -> Tree:
+        """Return a PartitionSpec for each description of a tree."""
+        return jax.tree.map(self.partition, specs)
+
+    def shardings(self, specs: Tree) -> Tree:
+        """Return a NamedSharding for each description of a tree."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, self.partition(spec)), specs)
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Return the sharding of an array of which each device has a copy."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def shard_nbytes(self, specs: Tree) -> int:
+        """Return the bytes that each device holds of the arrays that a tree describes. Exact."""
+
+        def of(spec: ArraySpec) -> int:
+            shape = NamedSharding(self.mesh, self.partition(spec)).shard_shape(spec.shape)
+            return jax.ShapeDtypeStruct(shape, spec.struct.dtype).size * spec.struct.dtype.itemsize
+
+        return sum(map(of, jax.tree.leaves(specs)))
+
+    def constrained(self, array: jax.Array, *names: AxisName) -> jax.Array:
+        """Return an array with axes of these names, split as they are in a cache. For use in a program."""
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.along(*names)))
+
+    def constrained_tree(self, specs: Tree, tree: Tree) -> Tree:
+        """Return the arrays that `specs` describe, split as this placement asks. For use in a program and outside."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings(specs))
+
+
+def _with_auto_axes(mesh: AnyMesh) -> AnyMesh:
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == types:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.update(axis_types=types)

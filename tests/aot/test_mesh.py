@@ -1,0 +1,41 @@
+"""A layer of a Llama 3.1 8B over 10M tokens, compiled for eight H200s that are not there: kernels on each, and nothing is gathered."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvq_jax as kvq
+from benchmarks.llama_8b import llama_config
+from benchmarks.machine_code.compile import compile_for, mesh_of
+from benchmarks.machine_code.target import H200
+from benchmarks.machine_code.tools import missing
+from kvq_models import decode_step
+from kvq_models.llama.model import abstract_llama
+from kvq_models.llama.sharding import abstract_on
+from pallas_kernels.launch import Launch
+from tests.multi_device.placed_runs import collectives
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
+
+CONFIG, CAPACITY = llama_config(1), 10 << 20  # at any length XLA joins the weights of gate and up, 29 MB
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (2, 4)])
+def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(heads: int, tokens: int):
+    placement = kvq.Placement(mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens")
+    cache = kvq.layout("kivi:bits=4", CONFIG, 1, CAPACITY, "bfloat16", placement)
+    token = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=placement.everywhere)
+    step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
+    program = compile_for(H200, step, (abstract_on(abstract_llama(CONFIG, "bfloat16"), placement), cache, token))
+    local, memory = placement.shard_nbytes(cache.axes.layers[0]), program.compiled.memory_analysis()
+    assert any(name.startswith("decode_attention") for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
+    assert memory.alias_size_in_bytes >= 0.99 * local, "the donated cache is not updated in place"
+    assert memory.temp_size_in_bytes < local / 20, f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
+    most = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
+    found = collectives(program.compiled)
+    assert found, "weights are split: their sums are collectives"
+    assert max(found)[0] <= most, f"{max(found)}, more than {most} bytes"

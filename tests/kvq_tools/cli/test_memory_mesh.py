@@ -1,0 +1,67 @@
+"""`kvq memory --mesh`: what each device would hold, from config.json alone."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def eight_billion(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(run_json, eight_billion: pathlib.Path):
+    """KVQuant's claim of 10M tokens on eight GPUs, for an 8B model with 8 KV heads on eight H200s."""
+    caches = [part for name in ("kivi:bits=2", "kvquant:bits=3", "dense") for part in ("--cache", name)]
+    found = run_json("memory", eight_billion, *caches, "--context", "10M", "--mesh", "auto", "--devices", "8")
+    kivi, kvquant, dense = (cache["mesh"] for cache in found["caches"])
+    assert [one["placement"] for one in (kivi, kvquant, dense)] == ["heads=8", "tokens=8", "heads=8"]
+    assert [one["fits"] for one in (kivi, kvquant, dense)] == [True, True, False]
+    assert 33e9 < kivi["total_bytes"] < 35e9
+    assert 40e9 < kvquant["total_bytes"] < 42e9
+    assert found["caches"][0]["cache_bytes"] == pytest.approx(8 * (kivi["body_bytes"] + kivi["window_bytes"]), rel=1e-4)
+    assert kivi["weight_bytes"] == pytest.approx(16.06e9 / 8, rel=1e-3), "8.03 billion weights of 2 bytes"
+    assert kivi["milliseconds"] == pytest.approx(1e3 * (kivi["read_bytes"] / 4.8e12 + 64 * 10e-6))
+
+
+def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pathlib.Path):
+    one, two = (
+        run_json("memory", eight_billion, "--cache", "xquant:bits=2", "--context", "128K", "--batch", "64", "--mesh", mesh)["caches"][0][
+            "mesh"
+        ]
+        for mesh in ("auto", "tokens=8")
+    )
+    assert one["milliseconds"] <= two["milliseconds"]
+    assert one["devices"] == two["devices"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "heads=3"), "8 KV heads do not divide into 3 parts"),
+        (("--mesh", "columns=2"), "write rows=R,heads=H,tokens=T"),
+        (("--mesh", "tokens=16", "--devices", "8"), "needs 16 devices, and there are 8"),
+        (("--context", "10G"), "must be an integer of at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(run, eight_billion: pathlib.Path, arguments: tuple[str, ...], message: str):
+    code, _, err = run("memory", eight_billion, "--cache", "kivi", *arguments)
+    assert code != 0
+    assert message in err.splitlines()[-1]

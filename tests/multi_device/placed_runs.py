@@ -1,0 +1,169 @@
+"""What the tests of placements share: the placements of a method, layers run on them and on one device, and what compilers made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.placement.allowed import parse, unsplittable
+from tests.kvq_jax.layer_runs import Sequences, parameters_of, quick_jit, sequences
+from tests.methods_table import METHOD_CASES
+
+CAPACITY = 90
+BATCH = 2
+PROMPTS = np.array([60, 23], np.int32)
+STEPS = 12
+WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "pred": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2, "s8": 1, "u8": 1}
+
+KIVI = "kivi:recent=12,block=16"
+INNERQ = "k=innerq+v=mxfp4+cache:sink=4,recent=8,block=16"
+CROSS_LAYER = "xquant_cl:base_layer=0,sink=2,recent=3,block=16"
+
+# Compiling takes nearly all of these tests' time, so two methods share a cache where each can have a side of it.
+SPECS = (
+    KIVI,
+    INNERQ,
+    CROSS_LAYER,
+    "xquant:sink=2,recent=3,block=16",
+    "kvquant:outliers=0.04,sink=5,block=16",
+    "zipcache:probes=8,sink=2,recent=3,block=16",
+    "k=gear:group_size=16+v=dense+cache:sink=2,recent=3,block=16",
+    "k=turboquant+v=fp8:scale=head+cache:sink=2,recent=3,block=16",
+    "k=polarquant:group_size=16+v=waterfill:bits=3+cache:sink=2,recent=3,block=16",
+    "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",  # groups of values span heads
+    "k=squat_pre:rank=6,rotate=true+v=nvfp4+cache:sink=2,recent=5,block=16,subtract_bias=true",
+    "int4:rotate=true,sink=2,recent=4,block=8",
+)
+PRODUCTS = ("xquant", "squat", "rotate")  # where a matrix product makes what is stored
+
+
+def specs() -> pytest.MarkDecorator:
+    """Parametrizes a test over SPECS, and with --exhaustive over the whole table of methods. Tests of one cache come side by side."""
+    rest = [pytest.param(case.spec, marks=pytest.mark.exhaustive, id=case.id) for case in METHOD_CASES if case.spec not in SPECS]
+    return pytest.mark.parametrize("spec", [*SPECS, *rest], scope="module")
+
+
+def dims_of(spec: str, head_dim: int = 32) -> CacheDims:
+    return CacheDims(1 + ("xquant_cl" in spec), 4, 2, head_dim, 4 * head_dim)
+
+
+def as_far_as_allowed(spec: str) -> str:
+    """Return the placement on 8 devices that splits all that the method lets be split.
+
+    With PRODUCTS, only tokens are split: products of fewer rows or heads are rounded differently.
+    """
+    if any(name in spec for name in PRODUCTS):
+        return "tokens=4"
+    plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
+    return "rows=2,tokens=4" if any(unsplittable(plan, 2) for plan in plans) else "rows=2,heads=2,tokens=2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A cache after a prompt and some steps, the attention of its tokens, and the program of a step, lowered and compiled."""
+
+    cache: kvq.Cache
+    outputs: np.ndarray
+    parameters: tuple[Any, ...]
+    lowered: Any
+    step: Any
+
+
+def step_of_layers(implementation: Any) -> Callable[..., Any]:
+    """Return a function that takes T tokens through all layers of a cache; each layer gets the same inputs."""
+
+    def step(cache: kvq.Cache, inputs: kvq.LayerInputs, parameters: Any, prefill: bool) -> tuple[jax.Array, kvq.Cache]:
+        tokens = inputs.positions.shape[1]
+        lengths = jnp.sum(inputs.valid, axis=1, dtype=jnp.int32)
+        begun = kvq.begin(cache, tokens, lengths, prefill=prefill, parameters=parameters, implementation=implementation)
+        outputs = []
+        for _ in cache.layers:
+            rows = dict(q_pre=inputs.q_pre, k_pre=inputs.k_pre, x=inputs.x, residual=inputs.x, rope=inputs.rope)
+            out, begun = kvq.append_and_attend(begun, inputs.q_rot, inputs.k_rot, inputs.v, **rows)
+            outputs.append(out)
+        return jnp.stack(outputs), kvq.finish(begun)
+
+    return step
+
+
+def run(spec: str, placement: kvq.Placement | None, implementation: Any = "xla", head_dim: int = 32) -> Run:
+    """Fill a cache of ragged rows: a prompt, then single tokens, during which blocks age in every row; these by an `implementation`."""
+    cache = kvq.init_cache(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32", placement=placement)
+    own = parameters_for(spec, head_dim)
+    text = texts(head_dim)
+    prompt = text.window(np.zeros(BATCH, np.int32), PROMPTS, int(PROMPTS.max()), padding=0.0)
+    read, advance = (quick_jit(step_of_layers(by), static_argnames="prefill", donate_argnames="cache") for by in ("xla", implementation))
+    first, cache = read(cache, prompt, own, prefill=True)
+    outputs = [np.where(np.asarray(prompt.valid)[None, :, None, :, None], np.asarray(first), 0)]
+    lowered = compiled = None
+    for i in range(STEPS):
+        inputs = text.window(PROMPTS + i, PROMPTS + i + 1, 1)
+        lowered = lowered or advance.lower(cache, inputs, own, prefill=False)
+        compiled = compiled or lowered.compile()
+        out, cache = compiled(cache, inputs, own)
+        outputs.append(np.asarray(out))
+    return Run(cache, np.concatenate(outputs, axis=3), own, lowered, compiled)
+
+
+@functools.cache
+def texts(head_dim: int) -> Sequences:
+    return sequences(BATCH, dims_of(KIVI, head_dim), CAPACITY)
+
+
+def parameters_for(spec: str, head_dim: int = 32) -> tuple[Any, ...]:
+    return tuple(parameters_of(plan) for plan in kvq.layout(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32").plans)
+
+
+@functools.cache
+def on_one_device(spec: str) -> Run:
+    return run(spec, None)
+
+
+@functools.cache
+def on(spec: str, mesh: str) -> Run:
+    return run(spec, parse(mesh))
+
+
+def differing(first: Any, second: Any, tolerance: float = 0) -> list[str]:
+    """Return the paths of arrays that are not equal: bit for bit, or floats within a tolerance of the array's largest entry.
+
+    Rows that a matrix product makes are rounded differently where it has another shape.
+    """
+
+    def same(one: Any, other: Any) -> bool:
+        one, other = np.asarray(one), np.asarray(other)
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if tolerance and one.size and np.issubdtype(one.dtype, np.floating):
+            return bool(np.abs(one - other).max() <= tolerance * np.abs(one).max())
+        return one.tobytes() == other.tobytes()
+
+    pairs = zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(second), strict=True)
+    return [f"{jax.tree_util.keystr(path)}: {np.shape(one)} and {np.shape(other)}" for (path, one), other in pairs if not same(one, other)]
+
+
+def speaks_of_devices(lowered: Any) -> bool:
+    """Return True where the text of a lowered program says how arrays are split, or runs something on shards."""
+    return re.search(r"sharding|\bsdy\.|manual_computation|SPMD", lowered.as_text()) is not None
+
+
+def collectives(compiled: Any) -> list[tuple[int, str]]:
+    """Return (bytes of the largest operand, operation) of every collective of a compiled program."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            found.append((max(math.prod(int(d) for d in shape.split(",") if d) * WIDTHS[dtype] for dtype, shape in shapes), match[2]))
+    return found

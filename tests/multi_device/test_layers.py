@@ -1,0 +1,187 @@
+"""Layers of every method on a mesh: the same cache bit for bit, the same attention to rounding, and nothing of a cache's size moves."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.methods.registry import METHODS
+from kvq_jax.placement.allowed import parse
+from pallas_kernels.launch import Launch
+from tests.multi_device.placed_runs import (
+    BATCH,
+    CAPACITY,
+    CROSS_LAYER,
+    INNERQ,
+    KIVI,
+    SPECS,
+    as_far_as_allowed,
+    collectives,
+    differing,
+    dims_of,
+    on,
+    on_one_device,
+    quick_jit,
+    run,
+    speaks_of_devices,
+    specs,
+    step_of_layers,
+    texts,
+)
+from tests.pallas_kernels.lowering import cuda_lowering
+
+EACH_WAY = ("rows=2", "heads=2", "tokens=3", "heads=2,tokens=4")  # one of 3 shards holds a block more than the others
+
+
+def check(spec: str, mesh: str) -> None:
+    one, placed = on_one_device(spec), on(spec, mesh)
+    wrong = differing(one.cache, kvq.move(placed.cache, None))
+    assert not wrong, f"{spec} on {mesh}: {wrong}"
+    error = np.abs(placed.outputs - one.outputs).max() / np.abs(one.outputs).max()
+    assert error <= 1e-6 * (10 if "xquant" in spec else 1), f"{spec} on {mesh}: attention differs by {error:.1e}"
+    assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, "attention of other tokens would pass"
+
+
+@specs()
+def test_a_method_on_a_mesh_is_the_method(spec: str):
+    check(spec, as_far_as_allowed(spec))
+
+
+@specs()
+def test_programs_of_one_device_know_of_no_mesh(spec: str):
+    """Nothing of this package shows in them; the same functions, with a placement, are full of it."""
+    assert not speaks_of_devices(on_one_device(spec).lowered), spec
+    assert speaks_of_devices(on(spec, as_far_as_allowed(spec)).lowered), "a program on shards would pass for one of a single device"
+
+
+def test_every_method_is_placed():
+    """Those that differ in bits alone, such as int2 and int4, count as one."""
+    named = {method.rstrip("0123456789") for spec in SPECS for method in re.findall(r"(?:^|k=|v=)([a-z]\w+)", spec)}
+    missing = {name for name in METHODS if name.rstrip("0123456789") not in named}
+    assert not missing, f"no cache of SPECS has {missing}"
+
+
+@pytest.mark.parametrize("mesh", EACH_WAY)
+def test_every_way_of_splitting_is_right_by_itself(mesh: str):
+    check(KIVI, mesh)
+
+
+@specs()
+def test_no_collective_of_a_step_is_larger_than_one_token(spec: str):
+    dims = dims_of(spec)
+    most = max(BATCH * dims.hidden_size, BATCH * dims.num_attention_heads * (dims.head_dim + 1)) * 4
+    placed = on(spec, as_far_as_allowed(spec))
+    found = collectives(placed.step)
+    assert {"all-reduce"} == {kind for _, kind in found}, "a maximum and a sum; compilers join those of several layers"
+    assert max(found)[0] <= most, f"{spec}: {max(found)}, more than {most} bytes"
+    largest = max(leaf.nbytes // 4 for leaf in jax.tree.leaves([layer.body for layer in placed.cache.layers]))
+    assert largest > most // 8, "the cache is so small that gathering it would pass"
+
+
+def test_rows_alone_need_no_collective():
+    assert not collectives(on(KIVI, "rows=2").step)
+
+
+@specs()
+def test_each_device_holds_its_share_and_a_donated_cache_is_updated_in_place(spec: str):
+    placed = on(spec, as_far_as_allowed(spec))
+    cache = placed.cache
+    share = cache.placement.shard_nbytes([layer for layer in cache.axes.layers]) + cache.lengths.nbytes
+    for device in cache.placement.mesh.devices.flat:
+        held = sum(s.data.nbytes for leaf in jax.tree.leaves(cache) for s in leaf.addressable_shards if s.device == device)
+        assert held == share, f"{device} holds {held} bytes, the layout says {share}"
+    assert placed.step.memory_analysis().alias_size_in_bytes >= 0.99 * share
+    whole = kvq.layout(spec, cache.dims, BATCH, CAPACITY, "float32")
+    bodies, dealt = ([layer.body for layer in layers] for layers in (whole.layers, cache.axes.layers))
+    assert cache.placement.shard_nbytes(dealt) <= 0.5 * kvq.nbytes(bodies), "nothing is split"
+
+
+def test_a_cache_is_made_where_it_lies():
+    made = jax.jit(lambda: kvq.init_cache(KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4")))
+    analysis = made.lower().compile().memory_analysis()
+    assert analysis.temp_size_in_bytes == 0
+    cache = kvq.init_cache(KIVI, dims_of(KIVI), BATCH, CAPACITY, "float32", placement=parse("heads=2,tokens=4"))
+    promised = kvq.layout(KIVI, cache.dims, BATCH, CAPACITY, "float32", cache.placement)
+    for leaf, struct in zip(jax.tree.leaves(cache), jax.tree.leaves(promised), strict=True):
+        assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
+        assert leaf.sharding.is_equivalent_to(struct.sharding, leaf.ndim)
+
+
+@pytest.mark.parametrize("spec", [KIVI, CROSS_LAYER])
+def test_trimmed_tokens_come_back_into_the_window_of_every_shard(spec: str):
+    mesh = as_far_as_allowed(spec)
+    one, placed = on_one_device(spec), on(spec, mesh)
+    trim = quick_jit(kvq.trim)
+    for lengths in ([66, 30], [30, 0]):
+        found, expected = (trim(r.cache, np.array(lengths), r.parameters) for r in (placed, one))
+        wrong = differing(expected, kvq.move(found, None), tolerance=1e-6 if spec == CROSS_LAYER else 0)
+        assert not wrong, f"{spec} on {mesh}, trimmed to {lengths}: {wrong}"
+    assert differing(one.cache.layers[0].ring, expected.layers[0].ring), "a trim that brings nothing back would pass"
+
+
+def test_rows_are_selected_repeated_and_merged_across_devices():
+    one, placed = on_one_device(KIVI).cache, on(KIVI, "rows=2").cache
+    for operation in (
+        lambda cache: kvq.select_rows(cache, [1, 0]),
+        lambda cache: kvq.repeat_rows(cache, 2),
+        lambda cache: kvq.merge_rows(cache, kvq.select_rows(cache, [1, 1])),
+    ):
+        found = operation(placed)
+        assert not differing(operation(one), kvq.move(found, None))
+        assert found.layers[0].ring[0].sharding.is_equivalent_to(placed.layers[0].ring[0].sharding, 4)
+    assert differing(one, kvq.move(kvq.select_rows(placed, [1, 0]), None)), "the order of rows would not be seen"
+
+
+def test_a_cache_moves_from_one_placement_to_another():
+    one = on_one_device(INNERQ).cache
+    for mesh in ("tokens=8", "heads=2,tokens=3", "rows=2"):
+        there = kvq.move(one, parse(mesh))
+        assert not differing(one, kvq.move(there, None)), mesh
+    assert not differing(one, kvq.move(kvq.move(there, parse("tokens=4")), None))
+
+
+def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
+    one, placed = on_one_device(INNERQ).cache, kvq.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3"))
+    for cache, name in ((one, "one"), (placed, "placed")):
+        kvq.save_cache(cache, tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "placed").read_bytes()
+    assert not differing(one, kvq.load_cache(tmp_path / "placed"))
+    for mesh in ("tokens=4", "rows=2"):
+        loaded = kvq.load_cache(tmp_path / "placed", placement=parse(mesh))
+        assert not differing(kvq.move(one, parse(mesh)), loaded)
+        assert loaded.layers[0].body[0].scale.sharding.is_equivalent_to(kvq.move(one, parse(mesh)).layers[0].body[0].scale.sharding, 4)
+
+
+def test_the_native_kernel_reads_each_shards_part():
+    one, placed = on_one_device(KIVI), run(KIVI, parse("heads=2,tokens=3"), "native")
+    assert not differing(one.cache, kvq.move(placed.cache, None))
+    assert np.abs(placed.outputs - one.outputs).max() <= 1e-5 * np.abs(one.outputs).max()
+    assert "custom-call" in placed.step.as_text(), "no kernel was called"
+    assert "custom-call" not in on(KIVI, "heads=2").step.as_text(), "XLA calls kernels, too"
+
+
+def test_gpu_kernels_read_and_write_each_shards_part():
+    """Interpreted; the mesh gives them other blocks in another order, and so other roundings of their fp16 products."""
+    spec, mesh = "kivi:recent=0,block=32", parse("heads=2,tokens=2")
+    one, placed = (run(spec, where, Launch(interpret=True), head_dim=64) for where in (None, mesh))
+    assert not differing(one.cache, kvq.move(placed.cache, None))
+    assert np.abs(placed.outputs - one.outputs).max() <= 5e-4 * np.abs(one.outputs).max()
+    assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, "attention of other tokens would pass"
+    assert {kind for _, kind in collectives(placed.step)} == {"all-reduce"}
+
+
+def test_gpu_kernels_on_shards_are_lowered_for_cuda():
+    gpus = jax.sharding.AbstractMesh((2, 2), ("heads", "tokens"), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu"))
+    placement = kvq.Placement(gpus, heads="heads", tokens="tokens")
+    cache = kvq.layout("kivi:recent=32,block=32", dims_of(KIVI, head_dim=64), BATCH, 160, "float32", placement)
+    inputs = texts(64).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
+    with cuda_lowering():
+        traced = jax.jit(step_of_layers(Launch()), static_argnames="prefill").trace(cache, inputs, (), prefill=False)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "decode_attention" in text, "no kernel"
+    assert "manual" in text, "no shards"

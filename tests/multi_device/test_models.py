@@ -1,0 +1,255 @@
+"""A whole model and its cache on a mesh: the tokens of one device, whatever kind of mesh is in context; and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.methods.xquant.roofline import DEVICES
+from kvq_jax.placement.allowed import choose, parse
+from kvq_models import decode_step, generate, generate_stream, load_llama, prefill, prepare, save_llama
+from kvq_models.llama.hf_directory import HfDirectory
+from kvq_models.llama.hf_names import weights
+from kvq_models.llama.model import Llama
+from kvq_models.llama.sharding import embedded, shard_llama
+from kvq_tools.cli.memory_mesh import share
+from tests.compile_options import QUICK_FLAGS, USUAL_COMPILE
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.multi_device.placed_runs import collectives, differing, speaks_of_devices
+
+SPEC = "innerq:sink=4,recent=8,block=16"
+CAPACITY = 128
+CONFIG = tiny_config(vocab_size=96, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+TOKENS = np.random.default_rng(0).integers(3, 90, (2, 50))
+
+
+@functools.cache
+def model(mesh: str = "") -> Llama:
+    plain = random_llama(CONFIG)
+    return shard_llama(plain, parse(mesh)) if mesh else plain
+
+
+def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2, capacity: int = CAPACITY) -> kvq.Cache:
+    return kvq.init_cache(spec, CONFIG, batch, capacity, "float32", placement=parse(mesh) if mesh else None)
+
+
+@functools.cache
+def text_of_one_device() -> np.ndarray:
+    return np.asarray(generate(model(), cache_of(), TOKENS, max_new_tokens=20).tokens)
+
+
+@pytest.mark.parametrize("mesh", ["rows=2", "heads=2,tokens=4"])
+def test_text_is_that_of_one_device(mesh: str):
+    whole = generate(model(mesh), cache_of(mesh), TOKENS, max_new_tokens=20)
+    assert np.array_equal(whole.tokens, text_of_one_device())
+    *_, streamed = generate_stream(model(mesh), cache_of(mesh), TOKENS, max_new_tokens=20)
+    assert np.array_equal(streamed.tokens, text_of_one_device())
+    assert len(np.unique(text_of_one_device())) > 4, "one token over and over"
+
+
+@pytest.mark.parametrize(("kind", "entered"), [("Explicit", True), ("Explicit", False), ("Auto", True)])
+def test_a_mesh_in_context_changes_nothing(kind: str, entered: bool):
+    """`jax.make_mesh` makes axes of type Explicit, for which JAX asks a sharding of every product."""
+    types = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
+    llama, placement = shard_llama(random_llama(CONFIG), mesh), kvq.Placement(mesh, heads="x", tokens="y")
+    with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+        cache = kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement)
+        tokens = jax.device_put(TOKENS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        assert np.array_equal(generate(llama, cache, tokens, max_new_tokens=20).tokens, text_of_one_device())
+
+
+def test_rows_apart_are_the_rows_alone():
+    read, step = (jax.jit(function, compiler_options=USUAL_COMPILE) for function in (prefill, decode_step))  # as users compile
+    logits, both = read(model("rows=2"), cache_of("rows=2"), TOKENS)
+    token = np.array([5, 9])
+    after, both = step(model("rows=2"), both, token)
+    for row in range(2):
+        first, alone = read(model(), cache_of(batch=1), TOKENS[row : row + 1])
+        then, alone = step(model(), alone, token[row : row + 1])
+        assert np.array_equal(first[0], logits[row])
+        assert np.array_equal(then[0], after[row])
+        assert not differing(alone, kvq.move(kvq.select_rows(kvq.move(both, None), [row]), None))
+    assert not np.array_equal(after[0], after[1])
+
+
+@pytest.mark.parametrize("mesh", ["rows=2", "heads=2,tokens=4"])
+def test_what_a_step_moves_does_not_grow_with_the_cache(mesh: str):
+    step = jax.jit(decode_step, donate_argnames="cache")
+    found = []
+    for capacity in (CAPACITY, 8 * CAPACITY):
+        lowered = step.lower(model(mesh), cache_of(mesh, capacity=capacity), np.zeros(2, np.int32))
+        found.append(sorted(collectives(lowered.compile())))
+    assert found[0] == found[1]
+    most = max(2 * CONFIG.hidden_size, 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
+    assert max(found[0], default=(0, ""))[0] <= most
+    assert bool(found[0]) == (mesh != "rows=2"), found[0]
+
+
+def test_a_step_on_one_device_knows_of_no_mesh():
+    def lowered(mesh: str = "") -> Any:
+        return jax.jit(decode_step, donate_argnames="cache").lower(model(mesh), cache_of(mesh), np.zeros(2, np.int32))
+
+    assert not speaks_of_devices(lowered())
+    assert speaks_of_devices(lowered("rows=2"))
+
+
+def test_a_single_token_is_looked_up_without_gathering_the_embedding():
+    placed, placement = model("heads=2,tokens=4"), parse("heads=2,tokens=4")
+    lookup = jax.jit(lambda llama, tokens: embedded(llama, tokens, placement))
+    for token in (0, 50, 95, -1, 96):
+        expected = np.asarray(model().embed_tokens(jnp.array([[token]])))
+        assert np.array_equal(lookup(placed, jnp.array([[token]])), expected, equal_nan=True), token
+        assert np.isnan(expected).all() == (token in (-1, 96))
+    found = collectives(lookup.lower(placed, jnp.array([[0]])).compile())
+    assert max(found) == (CONFIG.hidden_size * 4, "all-reduce")
+
+
+def test_methods_that_rebuild_keys_have_their_weights_everywhere():
+    spec, mesh = "xquant:sink=2,recent=3,block=16", "tokens=4"
+    placed = prepare(model(mesh), spec)
+    logits, _ = prefill(placed, cache_of(mesh, spec), TOKENS)
+    expected, _ = prefill(prepare(model(), spec), cache_of("", spec), TOKENS)
+    assert np.abs(np.asarray(logits) - np.asarray(expected)).max() < 1e-4
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed.cache_parameters))
+
+
+def test_a_checkpoint_is_read_part_by_part(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    save_llama(model(), tmp_path / "model")
+    read: dict[str, list[tuple[int, ...]]] = {}
+    parts = HfDirectory.parts
+
+    def counted(self: HfDirectory, name: str) -> Any:
+        def one(index: tuple[slice, ...]) -> np.ndarray:
+            found = parts(self, name)(index)
+            read.setdefault(name, []).append(found.shape)
+            return found
+
+        return one
+
+    monkeypatch.setattr(HfDirectory, "parts", counted)
+    monkeypatch.setattr(HfDirectory, "read", lambda *_: pytest.fail("a tensor is read whole"))
+    loaded, _ = load_llama(tmp_path / "model", dtype="float32", mesh=parse("heads=2,tokens=4"))
+    assert not differing(model(), loaded)
+    for weight in weights(model()).values():
+        sizes = [int(np.prod(shape)) for shape in read[weight.name]]
+        assert sum(sizes) == np.prod(weight.hf_shape), f"{weight.name}: read {sizes}"
+        assert len(sizes) == (8 if len(weight.hf_shape) == 2 else 1), f"{weight.name}: read {sizes}"
+    for ours, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(model("heads=2,tokens=4")), strict=True):
+        assert ours.sharding.is_equivalent_to(other.sharding, ours.ndim)
+
+
+@pytest.mark.parametrize("mesh", ["heads=2,tokens=4", "rows=2,heads=2"])
+def test_the_plan_of_memory_counts_what_devices_hold(mesh: str):
+    planned = share(kvq.parse(SPEC), CONFIG, 2, CAPACITY, "float32", parse(mesh), DEVICES["h200"])
+    held = [0, 0]
+    for tree, at in ((model(mesh), 0), (cache_of(mesh), 1)):
+        held[at] = sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == jax.devices()[1])
+    assert held == [planned.weight_bytes, planned.body_bytes + planned.window_bytes]
+    assert planned.total_bytes == sum(held)
+    assert planned.body_bytes < kvq.nbytes([layer.body for layer in cache_of().layers]) / 2
+
+
+def test_two_processes_write_the_text_of_one(tmp_path: pathlib.Path):
+    """Over gloo on the loopback: each reads its parts of the checkpoint; they generate, save, load, trim and generate again."""
+    save_llama(model(), tmp_path / "model")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {QUICK_FLAGS}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("two_processes.py"))]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), port, str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], printed
+    for text in printed:
+        found = json.loads(text.strip().splitlines()[-1])
+        assert found["first"] == text_of_one_device()[:, :8].tolist()
+        assert found["then"] == found["first"], "a cache that was saved, loaded and trimmed goes on otherwise"
+
+
+def test_the_rule_splits_heads_first_and_tokens_for_the_rest():
+    def chosen(spec: str, devices: int, heads: int = 8) -> str:
+        dims = kvq.CacheDims(2, 16, heads, 32, 256)
+        return str(choose(kvq.layout(spec, dims, 1, 4096).plans, devices))
+
+    assert chosen("kivi", 8) == "heads=8"
+    assert chosen("kivi", 16) == "heads=8,tokens=2"
+    assert chosen("kivi", 6) == "heads=2,tokens=3"
+    assert chosen("kivi", 8, heads=3) == "tokens=8"
+    assert chosen("xquant:latent=false", 8) == "tokens=8"
+    assert chosen("nf4:group_size=64", 8) == "heads=4,tokens=2"
+    assert chosen("kvquant:outliers=0.04", 8) == "tokens=8"
+    assert chosen("kivi", 1) == "whole"
+    assert chosen("fp8", 8) == "tokens=8"
+    assert chosen("fp8:scale=head", 8) == "heads=8"
+
+
+REFUSED = {
+    "rows": (lambda: cache_of("rows=2", batch=3), "3 rows do not divide into 2 parts; give a batch of 2, 4, ..."),
+    "heads": (lambda: cache_of("heads=4"), "2 KV heads do not divide into 4 parts: heads can be 1, 2; tokens can be any number"),
+    "shared": (lambda: cache_of("heads=2", "xquant:latent=false,block=16"), "rows that all heads share: split tokens, not heads"),
+    "outliers": (lambda: cache_of("heads=2", "kvquant:outliers=0.1,block=16"), "stores arrays that heads share"),
+    "coupled": (lambda: cache_of("rows=2", "squat:shared_subspace=true,block=16"), "rows of a batch depend on each other"),
+    "coupled, rotated": (
+        lambda: cache_of("rows=2", "squat:shared_subspace=true,rotate=true,block=16"),
+        "rows of a batch depend on each other",
+    ),
+    "scale of all heads": (lambda: cache_of("heads=2", "fp8"), "heads depend on each other: split tokens, not heads"),
+    "devices": (lambda: parse("tokens=9"), "mesh 'tokens=9' needs 9 devices, and there are 8"),
+    "words": (lambda: parse("columns=2"), "write rows=R,heads=H,tokens=T"),
+    "axis": (lambda: kvq.Placement(parse("heads=2").mesh, tokens="t"), "the mesh has no axis 't'; its axes are 'heads'"),
+    "twice": (lambda: kvq.Placement(parse("heads=2").mesh, rows="heads", tokens="heads"), "one mesh axis cannot split two things"),
+    "merge": (lambda: kvq.merge_rows(cache_of("heads=2"), cache_of("tokens=2")), "caches with different placement cannot be merged"),
+    "select": (lambda: kvq.select_rows(cache_of("rows=2"), [1]), "1 rows do not divide into 2 parts"),
+    "other mesh": (lambda: generate(model("heads=2"), cache_of("tokens=4"), TOKENS), "the model lies on another mesh than the cache"),
+    "no mesh": (lambda: generate(model(), cache_of("tokens=4"), TOKENS), "the cache lies on a mesh (tokens=4), and the model does not"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(name: str):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(message)) as found:
+        call()
+    assert "\n" not in str(found.value)
+
+
+def test_an_own_model_runs_on_a_mesh_of_explicit_axes():
+    """Without kvq_models: attention goes back to the caller's mesh, ready for the caller's products."""
+    mesh = jax.make_mesh((2, 2), ("heads", "tokens"), devices=jax.devices()[:4])
+    placement = kvq.Placement(mesh, heads="heads", tokens="tokens")
+    q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, n, 1, 16)), jnp.float32) for i, n in enumerate((8, 2, 2)))
+
+    def step(cache: kvq.Cache, scale: jax.Array) -> tuple[jax.Array, kvq.Cache]:
+        begun = kvq.begin(cache, 1, prefill=False)
+        out, begun = kvq.append_and_attend(begun, q * scale, k, v)
+        return jnp.sum(out * scale, axis=-1), kvq.finish(begun)
+
+    with jax.set_mesh(mesh):
+        found, after = jax.jit(step)(kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement), jnp.float32(2))
+    expected, _ = jax.jit(step)(cache_of(), jnp.float32(2))
+    assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 1e-5
+    assert after.placement == placement
+    assert after.lengths.tolist() == [1, 1]
