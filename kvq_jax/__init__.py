@@ -23,14 +23,16 @@ from kvq_jax.cache.accounting import (
     unmet_options,
 )
 from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, init_cache, layout
+from kvq_jax.cache.moving import move
 from kvq_jax.cache.overflow import Overflow, overflowed
 from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
-from kvq_jax.cache.row_operations import merge_rows, repeat_rows, select_rows, trim
-from kvq_jax.cache.serialization import fingerprint, load_cache, save_cache
+from kvq_jax.cache.row_operations import merge_rows, repeat_rows, replace_row, select_rows, trim
+from kvq_jax.cache.serialization import fingerprint, load_beside, load_cache, save_cache, saved_layout
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.methods.registry import METHODS
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import ArraySpec, Axis, LayerInputs, LayerWeights, ModelDims
 from kvq_jax.types.rope import Rope, rotate
 
@@ -48,6 +50,7 @@ __all__ = [
     "ModelDims",
     "OutlierTotals",
     "Overflow",
+    "Placement",
     "Rope",
     "Step",
     "__version__",
@@ -65,8 +68,10 @@ __all__ = [
     "has_prompt_statistics",
     "init_cache",
     "layout",
+    "load_beside",
     "load_cache",
     "merge_rows",
+    "move",
     "nbytes",
     "outlier_fraction",
     "outlier_totals",
@@ -75,10 +80,12 @@ __all__ = [
     "prepare_layer",
     "quantized_tokens",
     "repeat_rows",
+    "replace_row",
     "rotate",
     "roundtrip",
     "roundtrip_layer",
     "save_cache",
+    "saved_layout",
     "select_rows",
     "trim",
     "unmet_options",

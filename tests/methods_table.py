@@ -75,6 +75,9 @@ METHOD_CASES = (
         "polar32_kivi", "k=polarquant:angle_bits=3,radius_bits=2,group_size=16+v=kivi:bits=4+cache:sink=0,recent=4,block=16", 4.75, 0.3327
     ),
     MethodCase("polar_global", "k=polarquant:angle_bits=5,grid=global+v=innerq:bits=2+cache:sink=0,recent=8,block=16", 4.75, 0.2139),
+    MethodCase("waterfill", "waterfill:bits=3,sink=5,recent=3,block=16", 3.0, 0.1546),
+    MethodCase("waterfill_widths", "waterfill:k_widths=8620@0/5432,v_widths=7641,sink=5,recent=3,block=8", 5.75, 0.128),
+    MethodCase("waterfill_values", "k=dense+v=waterfill:bits=2+cache:sink=5,recent=4,block=16", 9.0, 0.2054),
     MethodCase("xquant4", "xquant:sink=2,recent=3,block=16", 5.125, 0.0875),
     MethodCase("xquant3_outlier", "xquant:bits=3,k_bits=4,group_size=8,exact_outlier_channel=true,sink=1,block=16", 7.5625, 0.1036),
     MethodCase("xquant8_x", "xquant:bits=8,latent=false,scale_dtype=float32,recent=5,block=8", 8.5, 0.0224),
@@ -83,17 +86,44 @@ METHOD_CASES = (
     MethodCase("xquant_cl_base", "xquant_cl:base_layer=1,group_size=16,sink=5", 6.0, 0.05),
     MethodCase("innerq2_no_bias", "innerq:sink=4,recent=8,block=16,subtract_bias=true", 4.5, 0.1929),
     MethodCase("kivi3_pre_rope_no_bias", "kivi:bits=3,pre_rope=true,recent=5,block=16,subtract_bias=true", 4.5, 0.2005),
+    MethodCase("nvfp4", "nvfp4:sink=2,recent=3,block=8", 4.5, 0.1327),
+    MethodCase("nvfp4_plain", "nvfp4:scale=none,recent=3,block=16", 4.5, 0.1597),
+    MethodCase("mxfp4", "mxfp4:sink=1,block=16", 4.25, 0.1915),
+    MethodCase("mxfp4_pre_rope", "mxfp4:pre_rope=true,recent=3,block=8", 4.25, 0.2028),
+    MethodCase("fp8", "fp8:recent=5,block=8", 8.0, 0.04092),
+    MethodCase("fp8_head", "fp8:scale=head,pre_rope=true,sink=2,block=8", 8.0, 0.03963),
+    MethodCase("int4_rotated", "int4:rotate=true,sink=2,recent=4,block=8", 4.25, 0.1213),
+    MethodCase("kivi3_rotated_pre_rope", "kivi:bits=3,pre_rope=true,rotate=true,recent=5,block=16", 4.5, 0.2165),
+    MethodCase("innerq2_rotated_values", "k=kivi:bits=4+v=innerq:bits=2,rotate=true+cache:sink=0,recent=8,block=16", 5.5, 0.2025),
+    MethodCase("kvquant3_rotated", "kvquant:bits=3,outliers=0.04,rotate=true,sink=5,block=16", 5.58203125, 0.0696),
+    MethodCase("squat2_rotated_no_bias", "squat:rank=3,rotate=true,sink=0,recent=12,block=16,subtract_bias=true", 3.5, 0.5182),
+    MethodCase("turboquant3", "turboquant:sink=2,recent=3,block=8", 3.25, 0.2732),
+    MethodCase("turboquant2_pre_rope", "turboquant:bits=2,v_bits=4,pre_rope=true,scale_dtype=float32,recent=3,block=16", 3.5, 0.4937),
+    MethodCase("gear2", "gear:group_size=16,sink=2,recent=3", 8.765625, 0.205),
+    MethodCase("gear4_kcvt", "gear:backbone=kcvt,bits=4,rank=1,outliers=0,pre_rope=true,recent=5,block=8", 8.375, 0.09469),
+    MethodCase("gear3_outliers", "gear:bits=3,rank=0,outliers=0.1,scale_dtype=float32,group_size=8,sink=1,block=16", 14.515625, 0.07401),
+    MethodCase("zipcache42", "zipcache:probes=8,sink=2,recent=3,block=16", 5.7578125, 0.1507),
+    MethodCase(
+        "zipcache83",
+        "zipcache:salient_bits=8,other_bits=3,probes=4,unimportant_ratio=0.7,scale_dtype=float32,recent=5,block=24",
+        8.5078125,
+        0.08127,
+    ),
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 
 
-def _kind(spec: str) -> str:
-    """Name the way in which a spec stores tokens: its method without bits, `k` for one on each side, or the option that changes rows."""
-    return "subtract_bias" if "subtract_bias" in spec else re.split("[:=]", spec)[0].rstrip("0123456789")
+def kind(spec: str) -> str:
+    """Name the way in which a spec stores tokens: its method without bits, `k` for one on each side, or the option that changes rows.
+    The formats of small floats are one way."""
+    for option in ("subtract_bias", "rotate"):
+        if option in spec:
+            return option
+    return re.sub("^(mx|nv)fp$", "fp", re.split("[:=]", spec)[0].rstrip("0123456789"))
 
 
 # The rows of every run, the first of each kind. The others are variants of these, and run with --exhaustive.
-ONE_OF_EACH = tuple({_kind(case.spec): case for case in reversed(METHOD_CASES)}.values())
+ONE_OF_EACH = tuple({kind(case.spec): case for case in reversed(METHOD_CASES)}.values())
 
 
 def cases(*ids: str, every: bool = False) -> pytest.MarkDecorator:

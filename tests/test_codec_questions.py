@@ -10,14 +10,14 @@ import pathlib
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.arrays import codebook_array, grouped_array, polar_array, slot_array, sparse_outliers
+from kvq_jax.arrays import codebook_array, float_array, grouped_array, polar_array, slot_array, sparse_outliers
 from kvq_jax.codecs import bias_subtracting
 from kvq_jax.codecs.base import Codec, CrossLayerCodec
 from kvq_jax.methods.base import Method
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ("kvq_jax", "models/kvq_models", "kvq_tools", "benchmarks", "tools")
-ARRAYS = (codebook_array, grouped_array, polar_array, slot_array, sparse_outliers)
+ARRAYS = (codebook_array, float_array, grouped_array, polar_array, slot_array, sparse_outliers)
 ARRAY_ROOMS = ("kvq_jax/arrays", "kvq_jax/codecs", "kvq_jax/methods", "benchmarks")  # benchmarks fill arrays with random contents
 
 

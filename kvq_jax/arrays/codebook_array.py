@@ -31,9 +31,9 @@ Rows = Float[Array, "B K T H"]
 class CodebookFormat:
     """The quantization format of a body. Static and hashable.
 
-    group: the channels of a token that share a stored scale and zero point; None where these belong to channels and are not stored. pool:
-    the tokens that share slots for outliers, and how many; None where there are no slots. scale_dtype: the dtype of scales and zero points;
-    residuals are float32 where it is, float16 otherwise.
+    group: the channels of a token that share a stored scale and zero point; None where these belong to channels and are not stored.
+    stores_zero: False where the zero point of groups is 0. pool: the tokens that share slots for outliers, and how many; None where there
+    are no slots. scale_dtype: the dtype of scales and zero points; residuals are float32 where it is, float16 otherwise.
     """
 
     bits: int
@@ -42,6 +42,7 @@ class CodebookFormat:
     group: ChannelGroup | None
     pool: Pool | None = None
     scale_dtype: str = "float16"
+    stores_zero: bool = True
 
     @property
     def layout(self) -> PlaneLayout:
@@ -57,8 +58,8 @@ class CodebookFormat:
 class CodebookArray:
     """Packed codes with their scales, zero points and outliers.
 
-    words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of `format.group`, or None without one.
-    outliers: None without a pool.
+    words: int16 [B, K, S/n, w] for each plane set. scale, zero: [B, K / heads, H / channels, S] of `format.group`, or None without one;
+    zero is None too where the format stores none. outliers: None without a pool.
     """
 
     words: Words
@@ -74,7 +75,7 @@ def specs(format: CodebookFormat, batch: int, heads: int, tokens: int) -> Codebo
     scale = group and BodySpec(group.axes(batch, heads, tokens, format.channels), format.scale_dtype)
     sparse = format.pool and sparse_outliers.specs(batch, heads, tokens, format.pool, format.residual_dtype)
     words = word_specs(format.layout, batch, heads, tokens)
-    return describe(CodebookArray, words=words, scale=scale, zero=scale, outliers=sparse, format=format)
+    return describe(CodebookArray, words=words, scale=scale, zero=scale if format.stores_zero else None, outliers=sparse, format=format)
 
 
 def quantize(
@@ -83,16 +84,23 @@ def quantize(
     levels: Float[Array, " entries"],
     values: Float[Array, " entries"],
     scale: Float[Array, "..."],
-    zero: Float[Array, "..."],
+    zero: Float[Array, "..."] | None,
     exact: Bool[Array, "B K T H"] | None = None,
 ) -> CodebookArray:
     """Quantize finite rows: find the nearest of `levels` to (x - zero) / scale, which will be read as the same entry of `values`.
 
-    scale and zero are as they are stored where the format stores them, and broadcast against the rows where not. `exact` marks the outliers
+    scale and zero are as they are stored where the format stores them (None for a zero point that it does not), and broadcast against the
+    rows where not. `exact` marks the outliers
     that get a slot. Their residuals are taken against the dequantized codes, so that the rounding of a residual is the only error left.
     """
     group = format.group
-    wide_scale, wide_zero = (statistic.astype(jnp.float32) if group is None else group.spread(statistic) for statistic in (scale, zero))
+
+    def wide(statistic: Array | None) -> Array:
+        if statistic is None:
+            return jnp.zeros((1, 1, 1, 1), jnp.float32)
+        return statistic.astype(jnp.float32) if group is None else group.spread(statistic)
+
+    wide_scale, wide_zero = wide(scale), wide(zero)
     codes = nearest_codes((rows - wide_zero) / jnp.where(wide_scale == 0, 1, wide_scale), levels)
     sparse = None
     if format.pool:
@@ -112,8 +120,8 @@ def dequantize(body: CodebookArray, values: Float[Array, " entries"], scale: Arr
     group = body.format.group
     if group is not None:
         assert body.scale is not None, "the format stores scales"
-        assert body.zero is not None, "the format stores zero points"
-        scale, zero = group.spread(body.scale), group.spread(body.zero)
+        scale = group.spread(body.scale)
+        zero = jnp.zeros((1, 1, 1, 1), jnp.float32) if body.zero is None else group.spread(body.zero)
     assert scale is not None, "a format of channels needs their scales"
     assert zero is not None, "a format of channels needs their zero points"
     dense = look_up(values, codes(body)) * scale + zero

@@ -5,14 +5,25 @@ Exact: unpack(pack(codes)) == codes.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int16, Integer, UInt16
 
-from pallas_kernels.tiles.layout import WORD_BITS, PlaneLayout
+from pallas_kernels.tiles.layout import SPAN, WORD_BITS, PlaneLayout, plane_layout, plane_sets
 
 Words = tuple[Int16[Array, "..."], ...]
+
+
+def run_layout(bits: int, channels: int, block: int) -> PlaneLayout:
+    """Return the layout of any number of neighbouring channels without padding: tokens share rows of words, and a plane is the whole run.
+
+    Where blocks hold too few tokens for that, it is the layout that kernels read, padding included.
+    """
+    slots, span = WORD_BITS // plane_sets(bits)[-1], math.gcd(block, SPAN)
+    return PlaneLayout(bits, channels, 1, channels, slots, span) if span % slots == 0 else plane_layout(bits, channels, block)
 
 
 def pack(codes: Integer[Array, "*batch tokens channels"], layout: PlaneLayout) -> Words:

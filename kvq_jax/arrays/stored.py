@@ -29,6 +29,10 @@ class BodySpec(ArraySpec):
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype("uint16" if self._as_bits else self.dtype))
 
     @property
+    def grows(self) -> bool:
+        return True
+
+    @property
     def _as_bits(self) -> bool:
         return self.dtype in ("bfloat16", "float16")
 

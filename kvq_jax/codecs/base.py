@@ -106,6 +106,10 @@ class Codec(abc.ABC):
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         """Quantize whole blocks of rows. `prefill` tells prompt tokens from generated ones."""
 
+    def quantize_at(self, params: Tree, stats: Tree, rows: CachedRows, positions: Int[Array, "B T"], *, prefill: bool) -> Tree:
+        """Quantize whole blocks of rows, as `quantize` does, by codecs whose codes depend on where the tokens stand."""
+        return self.quantize(params, stats, rows, prefill=prefill)
+
     @abc.abstractmethod
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         """Return the rows that a body stands for, fp32 unless they are stored in full precision."""
@@ -161,6 +165,11 @@ class Codec(abc.ABC):
         """Return True where cached rows are keys after RoPE, or values: where `vectors` returns them as they are."""
         return type(self).vectors is Codec.vectors
 
+    @property
+    def sums_vectors(self) -> bool:
+        """Return True where `kernel_sum` returns its argument: where kernels may add vectors of the windows to what they sum."""
+        return type(self).kernel_sum is Codec.kernel_sum
+
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Tree:
         """Return what `scores` needs of the queries, computed once for all chunks. R = G * T query rows share a KV head. q is as the model
         made it: the caller scales the scores by 1/sqrt(H)."""
@@ -191,6 +200,10 @@ class Codec(abc.ABC):
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
         """Return the arrays that `kernel_reader` and `native_body` read, in their order."""
         return jax.tree.leaves(body)
+
+    def kernel_sum(self, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+        """Return weights . v from what kernels read in its place, the weighted sum of what the body's arrays hold: a linear map."""
+        return weighted
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         """Return the job that `pallas_kernels.quantize.kernel` does in place of `quantize`; None where it cannot."""
@@ -234,6 +247,16 @@ class Codec(abc.ABC):
     @property
     def normalizes_channels(self) -> bool:
         """Return True where rows are divided by a norm of each channel before they are quantized."""
+        return False
+
+    @property
+    def couples_rows(self) -> bool:
+        """Return True where what a batch row stores depends on other rows of its batch, so that rows cannot be computed apart."""
+        return False
+
+    @property
+    def couples_heads(self) -> bool:
+        """Return True where what a KV head stores depends on other heads, though each has arrays of its own."""
         return False
 
     def subtracted_bias(self, params: Tree, head_dim: int) -> Float[Array, "K H"] | None:

@@ -16,58 +16,38 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from kvq_jax.arrays.packing import PlaneLayout
-from kvq_jax.codecs.base import Codec, OutlierCounts
+from kvq_jax.codecs.base import KernelJob
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.codecs.wrapping import Wrapping
+from kvq_jax.types.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
 
 
 @dataclasses.dataclass(frozen=True)
-class BiasSubtracting(Codec):
+class BiasSubtracting(Wrapping):
     """The key codec `inner`, applied to keys without their bias. Windows hold rows without it too, and `vectors` restores it.
 
     Parameters: those of `inner`, and `bias` [K * H], the model's own array. Exact to fp32 rounding of the bias's share of the scores
     (relative 2^-24 of |q| |b|), as in the model.
     """
 
-    inner: Codec
-
     takes_weights: ClassVar[bool] = True
-
-    def row_axes(self, heads: int, head_dim: int) -> tuple[Axis, Axis]:
-        return self.inner.row_axes(heads, head_dim)
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
         return self.inner.rows(_own(params), _without(params, inputs))
-
-    def body(self, batch: int, heads: int, tokens: int) -> Tree:
-        return self.inner.body(batch, heads, tokens)
-
-    def outlier_slots(self, heads: int) -> float:
-        return self.inner.outlier_slots(heads)
 
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> Tree:
         return self.inner.quantize(_own(params), stats, rows, prefill=prefill)
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.inner.dequantize(_own(params), stats, body)
-
-    def parameters(self, heads: int) -> dict[str, ArraySpec]:
-        return self.inner.parameters(heads)
-
-    def calibrate(
-        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
-    ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        return self.inner.calibrate(rows, gradients)
 
     def calibration_key(self) -> str:
         return f"{self.inner.calibration_key()},{OPTION}"
@@ -82,15 +62,13 @@ class BiasSubtracting(Codec):
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         return self.inner.prompt_statistics(_own(params), _without(params, inputs))
 
-    def statistics_spec(self, batch: int, heads: int) -> Tree:
-        return self.inner.statistics_spec(batch, heads)
-
-    def initial_statistics(self, batch: int, heads: int) -> Tree:
-        return self.inner.initial_statistics(batch, heads)
-
     def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
         keys = self.inner.vectors(_own(params), rows, positions, rope)
         return (keys.astype(jnp.float32) + rotated_bias(params, keys.shape[-1], positions, rope)).astype(keys.dtype)
+
+    @property
+    def stores_vectors(self) -> bool:
+        return False
 
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> tuple[Tree, Float[Array, "B K R H"]]:
         """Return the query of `inner`, and A and B side by side."""
@@ -115,38 +93,16 @@ class BiasSubtracting(Codec):
     def native_body(self) -> Body | str:
         return f"{OPTION} adds the bias's share to the scores, which no kernel does"
 
-    # channel_group_bits stays None: no code depends on the bias
+    def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
+        return None
 
     @property
-    def exact(self) -> bool:
-        return self.inner.exact
-
-    def unmet(self, heads: int) -> str | None:
-        return self.inner.unmet(heads)
-
-    def outlier_counts(self, body: Tree) -> OutlierCounts:
-        return self.inner.outlier_counts(body)
-
-    @property
-    def code_layout(self) -> PlaneLayout | None:
-        return self.inner.code_layout
-
-    @property
-    def before_rope(self) -> bool:
-        return self.inner.before_rope
-
-    @property
-    def normalizes_channels(self) -> bool:
-        return self.inner.normalizes_channels
+    def channel_group_bits(self) -> int | None:
+        """Return None: no code depends on the bias."""
+        return None
 
     def subtracted_bias(self, params: Tree, head_dim: int) -> Float[Array, "K H"]:
         return bias_of(params, head_dim)
-
-    def paper_bits(self, width: int, context: int, *, pointers: bool) -> float | None:
-        return self.inner.paper_bits(width, context, pointers=pointers)
-
-    def paper_bytes(self, elements: int) -> int | None:
-        return self.inner.paper_bytes(elements)
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe() | {"subtract_bias": True}

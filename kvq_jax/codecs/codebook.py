@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from kvq_jax.arrays import codebook_array
 from kvq_jax.arrays.channel_groups import ChannelGroup
@@ -14,24 +13,21 @@ from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import Codec, Side, rotate_keys, side_rows
+from kvq_jax.codecs.base import Side
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.types.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
-from kvq_jax.types.rope import Rope
+from kvq_jax.codecs.one_side import OneSideCodec
+from kvq_jax.types.array_types import CachedRows, Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class CodebookCodec(Codec):
+class CodebookCodec(OneSideCodec):
     """x^ = levels[code] * scale + zero: half the range of a group, and its middle. `pre_rope` keys are rotated when they are read."""
 
     side: Side
     format: CodebookFormat
     levels: tuple[float, ...]
     pre_rope: bool = False
-
-    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> CodebookArray:
         return codebook_array.specs(self.format, batch, heads, tokens)
@@ -50,10 +46,6 @@ class CodebookCodec(Codec):
     def dequantize(self, params: Tree, stats: Tree, body: CodebookArray) -> CachedRows:
         return codebook_array.dequantize(body, jnp.asarray(self.levels, jnp.float32))
 
-    @property
-    def stores_vectors(self) -> bool:
-        return not self.pre_rope
-
     def kernel_reader(self) -> Reader | str:
         f = self.format
         return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
@@ -65,16 +57,9 @@ class CodebookCodec(Codec):
     def kernel_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
         return [*body.words, jnp.asarray(self.levels, jnp.float32), body.scale, body.zero]
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-        return rotate_keys(rows, positions, rope) if self.pre_rope else rows
-
     @property
     def code_layout(self) -> PlaneLayout:
         return self.format.layout
-
-    @property
-    def before_rope(self) -> bool:
-        return self.pre_rope
 
     @property
     def channel_group_bits(self) -> int | None:

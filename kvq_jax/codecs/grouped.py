@@ -13,29 +13,24 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Int
-
 from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import Codec, KernelJob, Side, rotate_keys, side_rows
+from kvq_jax.codecs.base import KernelJob, Side
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
-from kvq_jax.types.array_types import CachedRows, LayerInputs, RowsBKTH, Tree
-from kvq_jax.types.rope import Rope
+from kvq_jax.codecs.one_side import OneSideCodec
+from kvq_jax.types.array_types import CachedRows, Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedCodec(Codec):
+class GroupedCodec(OneSideCodec):
     """x^ = code * scale + zero, groups as `format` says. `pre_rope` keys are cached before RoPE and rotated when read."""
 
     side: Side
     format: GroupFormat
     pre_rope: bool = False
-
-    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        return side_rows(inputs, self.side, self.pre_rope)
 
     def body(self, batch: int, heads: int, tokens: int) -> Tree:
         return grouped_array.specs(self.format, batch, heads, tokens)
@@ -48,13 +43,6 @@ class GroupedCodec(Codec):
 
     def dequantize(self, params: Tree, stats: Tree, body: GroupedArray) -> CachedRows:
         return grouped_array.dequantize(body)
-
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-        return rotate_keys(rows, positions, rope) if self.pre_rope else rows
-
-    @property
-    def stores_vectors(self) -> bool:
-        return not self.pre_rope
 
     def kernel_reader(self) -> Reader | str:
         return kernel_readers.grouped(self)
@@ -70,10 +58,6 @@ class GroupedCodec(Codec):
     @property
     def code_layout(self) -> PlaneLayout:
         return self.format.layout
-
-    @property
-    def before_rope(self) -> bool:
-        return self.pre_rope
 
     @property
     def channel_group_bits(self) -> int | None:

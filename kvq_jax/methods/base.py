@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from kvq_jax.codecs.base import Codec, Side
+from kvq_jax.codecs.rotating import rotated
 from kvq_jax.types.array_types import ModelDims
 
 
@@ -34,6 +37,15 @@ class PerLayer:
         return (*(value for value, _, _ in self.ranges), self.default)
 
 
+def per_layer(values: Sequence[int]) -> int | PerLayer:
+    """Return the option that has these values in layers 0, 1, ...: the most frequent one is the default."""
+    default = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    starts = [at for at in range(len(values)) if at == 0 or values[at] != values[at - 1]]
+    runs = zip(starts, [*(start - 1 for start in starts[1:]), len(values) - 1], strict=True)
+    ranges = tuple((values[first], first, last) for first, last in runs if values[first] != default)
+    return PerLayer(ranges, default) if ranges else default
+
+
 def at_layer(value: int | PerLayer, layer: int) -> int:
     """Return the value of one layer, for an option that may be the same in all of them."""
     return value.at(layer) if isinstance(value, PerLayer) else value
@@ -45,6 +57,9 @@ def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), per_layer:
     per_layer: its value may differ by layer (`PerLayer`).
     """
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "per_layer": per_layer})
+
+
+ROTATE = option(False, "quantize keys and values rotated by a Hadamard matrix, which spreads large channels over all").metadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +76,8 @@ class Method(abc.ABC):
     """A quantization method: it makes the codec for each side of each layer.
 
     A subclass lives in `kvq_jax/methods/<name>/` and has a line in the registry. name: as a spec writes it. summary, source: shown by
-    `kvq methods`. The other class variables are facts about the method that hold for all of its options.
+    `kvq methods`. The other class variables are facts about the method that hold for all of its options. `rotate` is an option of every
+    method that quantizes keys or values as vectors of a head (`can_rotate`).
     """
 
     name: ClassVar[str]
@@ -70,12 +86,19 @@ class Method(abc.ABC):
     exact: ClassVar[bool] = False  # keys and values are not quantized
     reads_queries: ClassVar[bool] = False
     keys_only: ClassVar[bool] = False  # values stay in full precision
+    can_rotate: ClassVar[bool] = True
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by option: the options that it overrides where it is not 0
     presets: ClassVar[Mapping[str, str]] = {}  # named options, as a spec writes them: `name:preset=...` stands for them
 
+    rotate: bool = dataclasses.field(default=False, kw_only=True, metadata=ROTATE)
+
     def options(self) -> tuple[dataclasses.Field[Any], ...]:
-        """Return the fields that a spec may set."""
-        return tuple(field for field in dataclasses.fields(self) if "help" in field.metadata)
+        """Return the fields that a spec may set, those of all methods last."""
+        own, shared = [], []
+        for field in dataclasses.fields(self):
+            if "help" in field.metadata and (self.can_rotate or field.name != "rotate"):
+                (shared if field.name == "rotate" else own).append(field)
+        return (*own, *shared)
 
     @abc.abstractmethod
     def windows(self) -> Windows:
@@ -85,9 +108,26 @@ class Method(abc.ABC):
         """Return the layer at which a cross-layer method starts its accumulator; None where layers are independent."""
         return None
 
+    def fitted(self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims) -> Method:
+        """Return the method with the options that a calibration decides, where the spec leaves them open; by default there are none.
+
+        calibrated: the parameters of every layer, for the sides that this method serves; empty for layers that have none.
+        """
+        return self
+
+    def predicted_divergence(self, calibrated: Mapping[Side, Sequence[Mapping[str, np.ndarray]]], dims: ModelDims) -> float | None:
+        """Return the KL divergence in nats per token that a calibration predicts, to second order in the errors of rows, where gradients
+        are those of the sum of the losses; None for methods whose calibration does not tell. calibrated: as in `fitted`."""
+        return None
+
+    def resolved(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
+        """Return the codec for one side of one layer, with the options that all methods share."""
+        codec = self.codec(side, layer, dims, block, dtype)
+        return rotated(codec) if self.rotate else codec
+
     @abc.abstractmethod
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        """Return the codec for one side of one layer.
+        """Return the method's own codec for one side of one layer.
 
         block: tokens that are quantized at once. dtype: that of rows in full precision. Raises ValueError, in one line, where the options
         do not fit the model or the block.

@@ -68,7 +68,7 @@ AxisName = Literal["batch", "kv_heads", "tokens", "channels", "pairs", "model", 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis over `count` things called `name`. Either `per` neighbours share one entry, or one thing has `each` entries side by side."""
+    """An axis over `count` things called `name`, of which `per` neighbours have `each` entries side by side."""
 
     name: AxisName
     count: int
@@ -100,6 +100,11 @@ class ArraySpec:
     def struct(self) -> jax.ShapeDtypeStruct:
         """Return the shape and the dtype of the array that is allocated."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    @property
+    def grows(self) -> bool:
+        """Return True where the array grows with the tokens of a cache's body, which shards share out; windows do not."""
+        return False
 
     @property
     def names(self) -> tuple[AxisName, ...]:

@@ -55,6 +55,7 @@ class Dense(Method):
     summary: ClassVar[str] = "keys and values in full precision, in the model's dtype (the baseline)"
     source: ClassVar[str] = "-"
     exact: ClassVar[bool] = True
+    can_rotate: ClassVar[bool] = False
 
     def windows(self) -> Windows:
         return Windows(sink=0, recent=0, block=1)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from kvq_jax.arrays import codebook_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
@@ -21,12 +21,12 @@ from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import Codec, OutlierCounts, Side, rotate_keys, side_rows
+from kvq_jax.codecs.base import OutlierCounts, Side
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
+from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.methods.kvquant import fit
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, RowsBKTH, Tree
-from kvq_jax.types.rope import Rope
 
 Description = TypeVar("Description", Reader, Body)  # of the stored arrays, as GPU or CPU kernels take them
 Datatype = Literal["nuq", "nf", "int"]
@@ -36,7 +36,7 @@ RANGES = ("scale", "zero", "lower", "upper")  # of a channel
 
 
 @dataclasses.dataclass(frozen=True)
-class KVQuantCodec(Codec):
+class KVQuantCodec(OneSideCodec):
     """x^ = values[code] * scale + zero, and outliers in full precision.
 
     `format.group` is None where ranges belong to channels (calibrated, so known before a token arrives), and spans the whole KV width where
@@ -104,9 +104,6 @@ class KVQuantCodec(Codec):
         )
         return {name: fitted[name] for name in self.parameters(rows.shape[1])}
 
-    def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
-        return side_rows(inputs, self.side, self.pre_rope)
-
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
         """Return scale, zero, lower and upper of each channel, [B, K, 4, H] fp32, as a calibration on the prompt alone would find them; ()
         where ranges are not the prompt's.
@@ -166,13 +163,6 @@ class KVQuantCodec(Codec):
         scale, zero, *_ = self._ranges(params, stats)
         return codebook_array.dequantize(body, self._values(params), scale, zero)
 
-    def vectors(self, params: Tree, rows: CachedRows, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
-        return rotate_keys(rows, positions, rope) if self.pre_rope else rows
-
-    @property
-    def stores_vectors(self) -> bool:
-        return not self.pre_rope
-
     def kernel_reader(self) -> Reader | str:
         return self._described(kernel_readers.nonuniform)
 
@@ -194,10 +184,6 @@ class KVQuantCodec(Codec):
     @property
     def code_layout(self) -> PlaneLayout:
         return self.format.layout
-
-    @property
-    def before_rope(self) -> bool:
-        return self.pre_rope
 
     @property
     def channel_group_bits(self) -> int | None:

@@ -107,6 +107,7 @@ class PolarQuant(Method):
     )
     source: ClassVar[str] = "PolarQuant (Wu et al. 2025), arXiv:2502.00527"
     keys_only: ClassVar[bool] = True
+    can_rotate: ClassVar[bool] = False  # its pairs are those of RoPE
     presets: ClassVar[Mapping[str, str]] = {
         "m4n4": "angle_bits=4,radius_bits=4,group_size=128",
         "m4n2": "angle_bits=4,radius_bits=2,group_size=64",

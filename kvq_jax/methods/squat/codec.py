@@ -38,6 +38,10 @@ class SquatCodec(GroupedCodec):
     normalize: bool = False
     shared: bool = False
 
+    @property
+    def couples_rows(self) -> bool:
+        return self.shared
+
     def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Float[Array, "B K _ _"]:
         """Return the matrices B_t H_t, made from the queries of all valid tokens."""
         queries = inputs.q_rot if self.query_rope and not self.ahead else inputs.q_pre

@@ -94,6 +94,8 @@ class Squat(_Squat):
     def _with_queries(self, codec: SquatCodec) -> SquatCodec:
         if self.ahead < 0:
             raise ValueError(f"ahead={self.ahead} must not be negative")
+        if self.ahead and self.rotate:
+            raise ValueError(f"ahead={self.ahead} turns queries by RoPE, which rotate=true does not leave in pairs: give one of them")
         return dataclasses.replace(codec, ahead=self.ahead)
 
 

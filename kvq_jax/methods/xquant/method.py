@@ -26,6 +26,7 @@ class _InputCache(Method):
     """The options and codecs that XQuant and XQuant-CL have in common."""
 
     source: ClassVar[str] = SOURCE
+    can_rotate: ClassVar[bool] = False  # it caches neither keys nor values
 
     group_size: int = option(0, "elements that share a scale (0: 128, or the largest divisor below)")
     latent: Latent = option(

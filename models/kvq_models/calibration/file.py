@@ -27,7 +27,9 @@ from safetensors import SafetensorError, safe_open
 from kvq_jax.cache.cache import CacheDims, dims_of
 from kvq_jax.cache.serialization import DTYPES
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.codecs.base import Side
 from kvq_jax.files.checksum import read_tensors, save_tensors
+from kvq_jax.methods.base import Method
 from kvq_jax.types.array_types import ModelDims
 from kvq_models.calibration.needs import Need, fingerprint, needs
 from kvq_models.llama.model import Llama
@@ -71,6 +73,45 @@ class Calibration:
     keys: Mapping[str, str]
     origin: Origin
     tensors: Mapping[str, np.ndarray]
+
+    def serves(self, side: Side) -> bool:
+        """Return True where some layer has parameters for this side."""
+        return any(name.endswith(f".{side}") for name in self.keys)
+
+    def parameters(self, layer: int, side: Side) -> dict[str, np.ndarray]:
+        """Return the arrays of one side of one layer by their own names; empty where it has none."""
+        prefix = f"layers.{layer}.{side}."
+        return {name.removeprefix(prefix): array for name, array in self.tensors.items() if name.startswith(prefix)}
+
+
+def resolved(spec: CacheSpec | str, calibration: Calibration) -> CacheSpec:
+    """Return the spec with the options that a calibration decides and that it leaves open (waterfill's widths), else the spec itself.
+
+    The calibration serves both. What follows from a spec, sizes included, follows from the one that is used: give this one to `prepare`
+    and to the cache.
+    """
+    spec = parse(spec)
+    filled = [method.fitted(_of_sides(calibration, sides), calibration.dims) for method, sides in _methods(spec)]
+    return dataclasses.replace(spec, k=filled[0], v=filled[-1])
+
+
+def predicted_divergence(spec: CacheSpec | str, calibration: Calibration) -> float | None:
+    """Return the KL divergence in nats per token that a calibration predicts for tokens read from the body, to second order; None where a
+    side's method cannot tell."""
+    found = [m.predicted_divergence(_of_sides(calibration, sides), calibration.dims) for m, sides in _methods(parse(spec))]
+    told = [own for own in found if own is not None]
+    return sum(told) * calibration.origin.length**2 if len(told) == len(found) else None  # from gradients of the mean to those of the sum
+
+
+def _methods(spec: CacheSpec) -> tuple[tuple[Method, tuple[Side, ...]], ...]:
+    """Return each method of a spec with the sides that it serves."""
+    return ((spec.k, ("k", "v")),) if spec.k == spec.v else ((spec.k, ("k",)), (spec.v, ("v",)))
+
+
+def _of_sides(calibration: Calibration, sides: tuple[Side, ...]) -> dict[Side, list[dict[str, np.ndarray]]]:
+    """Return the parameters of every layer of these sides, by side; sides without any are left out."""
+    layers = range(calibration.dims.num_hidden_layers)
+    return {side: [calibration.parameters(layer, side) for layer in layers] for side in sides if calibration.serves(side)}
 
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:

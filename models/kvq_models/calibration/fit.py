@@ -10,6 +10,7 @@ next call with the same work directory goes on where the last one ended, and giv
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kvq_jax.types.array_types import Integers
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models.calibration import samples as text_samples
 from kvq_models.calibration.activations import record
-from kvq_models.calibration.file import Calibration, Origin
+from kvq_models.calibration.file import Calibration, Origin, resolved
 from kvq_models.calibration.needs import Need, fingerprint, needs
 from kvq_models.calibration.progress import Progress
 from kvq_models.calibration.store import Identity, Store
@@ -51,8 +52,8 @@ def calibrate(
 
     token_ids: the text's tokens. work: a directory for what the samples record, of the size that `Store` documents; it may be reused for
     other specs, which then skip the recording, and belongs to one model, text, seed, sample count, length and dtype. text: the text's
-    name, for the file. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of each sample are left out of the fit: a
-    cache keeps them in full precision. The same arguments give the same bytes on the same machine.
+    name, for the file, whose spec is the `resolved` one. progress: wraps the two loops, as tqdm would. The first `spec.sink` tokens of
+    each sample are left out of the fit: a cache keeps them in full precision. The same arguments give the same bytes on the same machine.
 
     Raises ValueError, in one line, where the spec needs no calibration or does not fit the model, the text is too short, the work directory
     is another run's, damaged, or in use by another process, or rows are not finite or refused by the method (then named by layer and side);
@@ -76,7 +77,8 @@ def calibrate(
             tensors |= {f"{name}.{own}": array for own, array in _fitted(store, need, spec.sink, rope, bias).items()}
     origin = Origin(text, identity.tokens_sha256, samples, length, seed, dtype, float(np.mean(store.losses)))
     keys = {name: need.options for name, need in needed.items()}
-    return Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)
+    made = Calibration(str(spec), dims_of(llama.config), identity.model_fingerprint, keys, origin, tensors)
+    return dataclasses.replace(made, spec=str(resolved(spec, made)))
 
 
 def check_request(spec: CacheSpec, config: LlamaConfig, token_ids: Integers, samples: int, length: int) -> None:

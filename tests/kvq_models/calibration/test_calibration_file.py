@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import kvq_jax as kvq
 from kvq_jax.files import checksum
 from kvq_jax.files.checksum import SHA256, NoChecksum, save_tensors
-from kvq_models import load_calibration, prefill, prepare, save_calibration
+from kvq_models import load_calibration, prefill, prepare, resolved, save_calibration
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_models.llama import hf_names
 from tests.kvq_models.calibration_runs import KEYS_ONLY, SPEC, model, one_line, run
@@ -40,6 +40,21 @@ def test_a_file_serves_caches_that_differ_in_windows_skipped_layers_or_the_other
     read = load_calibration(file, model(), spec)
     assert read.keys.keys() == needs(kvq.parse(spec), model().config).keys()
     prepare(model(), spec, read)
+
+
+def test_a_calibration_decides_what_its_spec_leaves_open_and_serves_every_budget(work, tmp_path):
+    spec = "waterfill:bits=2,sink=1,recent=3,block=16"
+    made = run(work, spec)
+    assert made.spec == str(resolved(spec, made)) != spec
+    assert kvq.body_bits_per_element(made.spec, made.dims) == kvq.body_bits_per_element(spec, made.dims)
+    path = tmp_path / "waterfill.safetensors"
+    save_calibration(made, path)
+    for asked in ("waterfill:bits=3,block=16", "k=dense+v=waterfill:bits=2,v_widths=4100", made.spec, f"{spec},skip_layers=0"):
+        read = load_calibration(path, model(), asked)
+        used = resolved(asked, read)
+        assert resolved(used, read) == used
+        prepare(model(), used, read)
+    assert resolved(SPEC, run(work)) == kvq.parse(SPEC), "a method without open options stays as it is"
 
 
 def changed(path, change):

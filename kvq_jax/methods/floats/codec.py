@@ -1,0 +1,112 @@
+"""The codec of small floats: elements, scales of blocks, and perhaps one scale of a whole sequence. Equations: README.md beside this file.
+
+The scale of a sequence multiplies neither keys nor values, but the query and the weighted sum:
+
+    q . (s y) = (s q) . y                 sum_t p_t s y_t = s sum_t p_t y_t
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvq_jax.arrays import float_array
+from kvq_jax.arrays.float_array import LARGEST_INPUT, FloatArray, FloatFormat
+from kvq_jax.arrays.packing import PlaneLayout
+from kvq_jax.codecs.base import Side
+from kvq_jax.codecs.dots import dot_rows, weigh_rows
+from kvq_jax.codecs.one_side import OneSideCodec
+from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, Tree
+from kvq_jax.types.rope import Rope
+
+HEADROOM = 2.0  # how much larger than the prompt's largest entry a later one can be before it saturates
+
+SequenceScale = Literal["tensor", "head", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatCodec(OneSideCodec):
+    """x^ = number(code) * scale of a block * scale of the sequence.
+
+    sequence: "tensor", one scale for all heads of the side of a layer, "head", one for each, both from the prompt; or "none". The
+    statistics are these scales, [B, K, 1, 1] fp32, 1 for rows without a prompt.
+    """
+
+    side: Side
+    format: FloatFormat
+    sequence: SequenceScale
+    pre_rope: bool = False
+
+    def body(self, batch: int, heads: int, tokens: int) -> FloatArray:
+        return float_array.specs(self.format, batch, heads, tokens)
+
+    def outlier_slots(self, heads: int) -> int:
+        return 0
+
+    def prompt_statistics(self, params: Tree, inputs: LayerInputs) -> Tree:
+        """Return s = HEADROOM max|x| / largest, over the valid, finite entries of the prompt; 1 where these are all 0."""
+        if self.sequence == "none":
+            return ()
+        rows = self.rows(params, inputs).astype(jnp.float32)
+        counted = inputs.valid[:, None, :, None] & jnp.isfinite(rows)
+        axes = (2, 3) if self.sequence == "head" else (1, 2, 3)
+        largest = jnp.max(jnp.where(counted, jnp.abs(rows), 0), axis=axes, keepdims=True)
+        scale = HEADROOM * jnp.minimum(largest, LARGEST_INPUT) / self.format.largest
+        shape = self.statistics_spec(rows.shape[0], rows.shape[1]).shape
+        return jnp.broadcast_to(jnp.where(largest > 0, scale, 1.0), shape)
+
+    def statistics_spec(self, batch: int, heads: int) -> Tree:
+        if self.sequence == "none":
+            return ()
+        return ArraySpec((Axis("batch", batch), Axis("kv_heads", heads), Axis("none", 1), Axis("none", 1)), "float32")
+
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> FloatArray:
+        return float_array.quantize(self._scaled(rows.astype(jnp.float32), stats, divide=True), self.format)
+
+    def dequantize(self, params: Tree, stats: Tree, body: FloatArray) -> CachedRows:
+        return self._scaled(float_array.dequantize(body), stats)
+
+    def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
+        return self._scaled(q.astype(jnp.float32), stats)
+
+    def scores(
+        self, params: Tree, stats: Tree, query: Tree, body: FloatArray, positions: Int[Array, "#B C"], rope: Rope | None
+    ) -> Float[Array, "B K R C"]:
+        return dot_rows(query, self.vectors(params, float_array.dequantize(body), positions, rope))
+
+    def weighted(
+        self,
+        params: Tree,
+        stats: Tree,
+        weights: Float[Array, "B K R C"],
+        body: FloatArray,
+        positions: Int[Array, "#B C"],
+        rope: Rope | None,
+    ) -> Float[Array, "B K R H"]:
+        return self._scaled(weigh_rows(weights, float_array.dequantize(body)), stats)
+
+    def kernel_reader(self) -> str:
+        return "small floats, which no GPU kernel of kvq reads"
+
+    def native_body(self) -> str:
+        return "small floats, which no CPU kernel reads"
+
+    @property
+    def code_layout(self) -> PlaneLayout:
+        return self.format.layout
+
+    @property
+    def couples_heads(self) -> bool:
+        return self.sequence == "tensor"
+
+    @property
+    def channel_group_bits(self) -> int | None:
+        return None if self.format.scale == "none" else self.format.element.bits
+
+    def _scaled(self, rows: Array, stats: Tree, *, divide: bool = False) -> Array:
+        if self.sequence == "none":
+            return rows
+        return rows / stats if divide else rows * stats

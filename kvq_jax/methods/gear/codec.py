@@ -1,0 +1,159 @@
+"""GEAR's codec: uniform groups, and what they miss as a low-rank product and as outliers. Equations: README.md beside this file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from kvq_jax.arrays import grouped_array, low_rank, sparse_outliers
+from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat
+from kvq_jax.arrays.packing import PlaneLayout
+from kvq_jax.arrays.sparse_outliers import Pool, SparseOutliers
+from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.arrays.uniform import saturation_limit
+from kvq_jax.codecs.base import OutlierCounts, Side
+from kvq_jax.codecs.one_side import OneSideCodec
+from kvq_jax.types.array_types import Axis, CachedRows, RowsBKTH, Tree
+from kvq_jax.types.pytree import describe, pytree
+
+FACTOR_DTYPE = "float16"
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class GearArray:
+    """dense: uniform codes. left [B, K, S, r] and right [B, K, S/block, H r]: the factors of each block, or None. outliers, or None."""
+
+    dense: GroupedArray
+    left: Float[Array, "B K S r"] | None
+    right: Float[Array, "B K blocks Hr"] | None
+    outliers: SparseOutliers | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GearCodec(OneSideCodec):
+    """x^ = code * scale + zero + L R^T + outliers.
+
+    rank, turns: of the low-rank part of each block and head (`low_rank.factors`). per_side: the outliers on each side of a channel's run of
+    `pool.tokens` tokens (keys), or of a token's KV width (values); pool is None without any.
+    """
+
+    side: Side
+    format: GroupFormat
+    rank: int
+    turns: int
+    per_side: int
+    pool: Pool | None
+    pre_rope: bool = False
+
+    def body(self, batch: int, heads: int, tokens: int) -> GearArray:
+        axes, format = (Axis("batch", batch), Axis("kv_heads", heads)), self.format
+        left = right = outliers = None
+        if self.rank:
+            left = BodySpec((*axes, Axis("tokens", tokens), Axis("none", self.rank)), FACTOR_DTYPE)
+            blocks = Axis("tokens", tokens, per=format.block)
+            right = BodySpec((*axes, blocks, Axis("channels", format.channels, each=self.rank)), FACTOR_DTYPE)
+        if self.pool:
+            outliers = sparse_outliers.specs(batch, heads, tokens, self.pool, FACTOR_DTYPE)
+        dense = grouped_array.specs(format, batch, heads, tokens)
+        return describe(GearArray, dense=dense, left=left, right=right, outliers=outliers)
+
+    def outlier_slots(self, heads: int) -> float:
+        return self.pool.slots / self.pool.tokens if self.pool else 0
+
+    def outlier_counts(self, body: GearArray) -> OutlierCounts:
+        assert body.outliers is not None, "a codec with slots stores outliers"
+        return OutlierCounts(*sparse_outliers.counts(body.outliers))
+
+    def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> GearArray:
+        """Quantize rows without their outliers, then approximate what the codes miss, then store the outliers against both.
+
+        NaN counts as 0; infinities saturate as large numbers do.
+        """
+        limit = saturation_limit(self.format.scale_dtype)
+        x = jnp.clip(jnp.where(jnp.isnan(rows), 0, rows).astype(jnp.float32), -limit, limit)
+        mask = self._outliers(x) if self.pool else jnp.zeros(x.shape, bool)
+        dense = grouped_array.quantize(jnp.where(mask, self._means(x), x) if self.pool else x, self.format)
+        missed = x - grouped_array.dequantize(dense)
+        left = right = outliers = None
+        if self.rank:
+            left, right = self._factors(jnp.where(mask, 0, missed))
+            missed = missed - self._product(left, right)
+        if self.pool:
+            outliers = sparse_outliers.collect(missed, mask, self.pool, FACTOR_DTYPE)
+        return GearArray(dense, left, right, outliers)
+
+    def dequantize(self, params: Tree, stats: Tree, body: GearArray) -> CachedRows:
+        rows = grouped_array.dequantize(body.dense)
+        if body.left is not None and body.right is not None:
+            rows = rows + self._product(body.left, body.right)
+        return rows if body.outliers is None else sparse_outliers.add(rows, body.outliers)
+
+    def kernel_reader(self) -> str:
+        return "low-rank factors and outliers beside the codes, which no GPU kernel adds"
+
+    def native_body(self) -> str:
+        return "low-rank factors and outliers beside the codes, which no CPU kernel adds"
+
+    @property
+    def code_layout(self) -> PlaneLayout:
+        return self.format.layout
+
+    @property
+    def channel_group_bits(self) -> int | None:
+        return self.format.code_bits if self.format.axis == "channels" else None
+
+    def _factors(self, missed: RowsBKTH) -> tuple[Float[Array, "B K T r"], Float[Array, "B K blocks Hr"]]:
+        batch, heads, tokens, channels = missed.shape
+        blocks = missed.reshape(batch, heads, -1, self.format.block, channels)
+        start = jnp.asarray(start_matrix(channels, self.rank))[None, None, None]
+        left, right = low_rank.factors(blocks, start, self.turns)
+        limit = saturation_limit(FACTOR_DTYPE)
+        stored = jnp.clip(right, -limit, limit).astype(jnp.dtype(FACTOR_DTYPE))
+        left = left.reshape(batch, heads, tokens, self.rank).astype(jnp.dtype(FACTOR_DTYPE))
+        return left, stored.reshape(batch, heads, blocks.shape[2], channels * self.rank)
+
+    def _product(self, left: Float[Array, "B K T r"], right: Float[Array, "B K blocks Hr"]) -> RowsBKTH:
+        batch, heads, blocks, _ = right.shape
+        factors = right.astype(jnp.float32).reshape(batch, heads, blocks, self.format.channels, self.rank)
+        by_block = left.astype(jnp.float32).reshape(batch, heads, blocks, -1, self.rank)
+        product = jnp.einsum("bkntr,bknhr->bknth", by_block, factors, precision=lax.Precision.HIGHEST)
+        return product.reshape(batch, heads, -1, self.format.channels)
+
+    def _outliers(self, x: RowsBKTH) -> Bool[Array, "B K T H"]:
+        """Return the mask of the `per_side` smallest and largest entries of each run of a channel (keys), or of each token (values)."""
+        flat = self._laid_out(x)
+        order = jnp.argsort(jnp.argsort(flat, axis=-1), axis=-1)
+        chosen = (order < self.per_side) | (order >= flat.shape[-1] - self.per_side)
+        return self._put_back(chosen, x.shape)
+
+    def _means(self, x: RowsBKTH) -> RowsBKTH:
+        flat = self._laid_out(x)
+        return self._put_back(jnp.broadcast_to(jnp.mean(flat, axis=-1, keepdims=True), flat.shape), x.shape)
+
+    def _laid_out(self, x: Array) -> Array:
+        """Return the entries among which outliers are chosen along the last axis."""
+        batch, heads, tokens, channels = x.shape
+        if self.side == "v":
+            return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * channels)
+        assert self.pool is not None, "outliers of keys are chosen in runs of tokens"
+        return jnp.swapaxes(x.reshape(batch, heads, -1, self.pool.tokens, channels), 3, 4)
+
+    def _put_back(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        """Return the rows that `_laid_out` laid out."""
+        batch, heads, tokens, channels = shape
+        if self.side == "v":
+            return jnp.swapaxes(flat.reshape(batch, tokens, heads, channels), 1, 2)
+        return jnp.swapaxes(flat, 3, 4).reshape(shape)
+
+
+@functools.cache
+def start_matrix(channels: int, rank: int) -> Float[np.ndarray, "H r"]:
+    """Return where the iteration starts, the same for every block: cosines of different frequencies (those of the DCT), fp32."""
+    grid = np.outer(np.arange(channels) + 0.5, np.arange(rank) + 1)
+    return np.cos(np.pi * grid / channels).astype(np.float32)

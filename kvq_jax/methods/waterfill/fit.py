@@ -1,0 +1,85 @@
+"""Waterfill's calibration: which channels matter, and by how much, for one side of one layer. NumPy, the same rows give the same arrays.
+
+With rows x and gradients g of the loss with respect to them, as (mean) E over the tokens of a text, for each KV head:
+
+    keys, for each RoPE pair i = (h, h + H/2)
+        mu = E x,   s_i^2 = E |x_i - mu_i|^2 / 2,   f_i = E |g_i|^2 / 2,   energy_i = f_i s_i^2
+    values
+        mu = E x,   C = cov(x),   M = E g g^T + 1e-3 tr(.)/H I,   M^1/2 C M^1/2 = B diag(energy) B^T
+        analysis = M^1/2 B diag(energy)^-1/2,   synthesis = diag(energy)^1/2 B^T M^-1/2
+
+So a squared error d of a normalized channel changes the loss by about energy * d to second order, which is the loss's Fisher information;
+and a channel's own variance is 1. Channels are sorted by energy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+RIDGE = 1e-3  # of M's mean eigenvalue: directions without a gradient in the text keep some weight
+FLOOR = 1e-8  # of the largest energy: a direction that is constant in the text is none to divide by
+
+
+def check(rows: np.ndarray, gradients: np.ndarray) -> None:
+    """Raise ValueError, in one line, where rows do not determine the parameters."""
+    if len(rows) < 2:
+        raise ValueError(f"{len(rows)} tokens are too few to calibrate with")
+    for name, array in (("activations", rows), ("gradients", gradients)):
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} are not finite ({np.count_nonzero(~np.isfinite(array))} of {array.size})")
+    if not gradients.any():
+        raise ValueError("all gradients are 0: no channel can be weighted")
+
+
+def keys(rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]) -> dict[str, np.ndarray]:
+    """Return mean and scale [K, H] in the model's order, place [K, H] (where a channel stands in the order of energies, the two of a pair
+    side by side), and the pairs' energies [K, H/2], sorted."""
+    check(rows, gradients)
+    mean = rows.mean(axis=0, dtype=np.float64)
+    spread, slope = _pair_energy(rows - mean), _pair_energy(gradients)
+    energies = spread * slope
+    order = np.argsort(-energies, axis=-1, kind="stable")
+    rank = np.argsort(order, axis=-1)
+    deviation = np.sqrt(np.maximum(spread, FLOOR * max(float(spread.max()), 1e-30)))
+    return {
+        "mean": mean.astype(np.float32),
+        "scale": np.tile(deviation, 2).astype(np.float32),
+        "place": np.concatenate([2 * rank, 2 * rank + 1], axis=-1).astype(np.int32),
+        "energies": np.take_along_axis(energies, order, axis=-1).astype(np.float32),
+    }
+
+
+def values(rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]) -> dict[str, np.ndarray]:
+    """Return mean [K, H], analysis and synthesis [K, H, H] (rows are multiplied from the left), and the sorted energies [K, H]."""
+    check(rows, gradients)
+    mean = rows.mean(axis=0, dtype=np.float64)
+    centred, slopes = (np.moveaxis(array.astype(np.float64), 1, 0) for array in (rows - mean, gradients))
+    covariance, metric = (np.swapaxes(array, 1, 2) @ array / len(rows) for array in (centred, slopes))
+    width = rows.shape[-1]
+    metric = metric + (RIDGE * np.trace(metric, axis1=1, axis2=2) / width + 1e-30)[:, None, None] * np.eye(width)
+    root, inverse = _powers(metric)
+    energies, basis = np.linalg.eigh(root @ covariance @ root)
+    energies, basis = energies[:, ::-1], basis[:, :, ::-1]
+    basis = basis * np.where(np.take_along_axis(basis, np.abs(basis).argmax(axis=1)[:, None], axis=1) < 0, -1, 1)
+    energies = np.maximum(energies, FLOOR * np.maximum(energies[:, :1], 1e-30))
+    deviation = np.sqrt(energies)
+    return {
+        "mean": mean.astype(np.float32),
+        "analysis": (root @ basis / deviation[:, None]).astype(np.float32),
+        "synthesis": (deviation[:, :, None] * np.swapaxes(basis, 1, 2) @ inverse).astype(np.float32),
+        "energies": energies.astype(np.float32),
+    }
+
+
+def _pair_energy(rows: np.ndarray) -> Float[np.ndarray, "K half"]:
+    first, second = np.split(np.square(rows, dtype=np.float64).mean(axis=0), 2, axis=-1)
+    return (first + second) / 2
+
+
+def _powers(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the square roots of symmetric positive matrices, and the inverses of these."""
+    found, basis = np.linalg.eigh(matrices)
+    root = np.sqrt(np.maximum(found, found[:, -1:] * 1e-12))
+    transposed = np.swapaxes(basis, 1, 2)
+    return basis * root[:, None] @ transposed, basis / root[:, None] @ transposed

@@ -1,0 +1,139 @@
+"""GEAR against what its public code's functions return for the same numbers (a slice in tests/golden/), and what ours does otherwise."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.arrays import grouped_array, low_rank, sparse_outliers
+from kvq_jax.arrays.grouped_array import GroupFormat
+from kvq_jax.arrays.sparse_outliers import Pool
+from kvq_jax.methods.gear.codec import GearCodec, start_matrix
+from tests.kvq_jax.methods.test_golden import compare_numbers, golden
+
+TOKENS, CHANNELS = 128, 64
+HEADS = {"k": 1, "v": 4}  # of the file's inputs: outliers of values are chosen over all heads; results are those of the first
+OF_PUBLIC_CODE = 2  # outliers on each side: 2 % of the KV width of 256, halved, for keys and values alike
+DIMS = kvq.CacheDims(1, 2, 2, 32, 64)
+
+find_factors = jax.jit(low_rank.factors, static_argnums=2)
+
+
+def product(error: np.ndarray, start: np.ndarray, turns: int = 3) -> np.ndarray:
+    left, right = find_factors(jnp.asarray(error), jnp.asarray(start), turns)
+    return np.asarray(left) @ np.swapaxes(np.asarray(right), -1, -2)
+
+
+def codec(side: str, bits: int, outliers: bool) -> GearCodec:
+    """The codec of the golden file: one block of all tokens, groups of 64."""
+    axis = "tokens" if side == "k" else "channels"
+    slots = 2 * OF_PUBLIC_CODE * (HEADS[side] * CHANNELS if side == "k" else TOKENS)
+    pool = Pool(TOKENS, slots, overflows=False) if outliers else None
+    return GearCodec(side, GroupFormat(bits, "asym", axis, 64, CHANNELS, TOKENS, "float32"), 2, 3, OF_PUBLIC_CODE, pool)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_codes_and_low_rank_products_are_those_of_the_public_code(side: str, bits: int):
+    data = golden("gear")
+    x = data[side.upper()][:, :1]
+    dense = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.asarray(x), codec(side, bits, outliers=False).format)))
+    if bits == 2:
+        compare_numbers(dense, data[f"{side}_kivi_deq_b2"])
+    start, wanted = data[f"p0_b{bits}_r2"], data[f"{side}_lowrank_b{bits}_r2"]
+    np.testing.assert_allclose(product(x - dense, start), wanted, atol=1e-5)
+    assert np.abs(product(x - dense, start, turns=1) - wanted).max() > 1e-2, "one iteration would pass"
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_outliers_are_those_of_the_public_code(side: str):
+    """Rows without outliers, then with the low-rank product of what is left. Ours are nearer at the outliers themselves."""
+    data, own = golden("gear"), codec(side, 4, outliers=True)
+    x = data[side.upper()]
+    mask = np.asarray(own._outliers(jnp.asarray(x)))
+    count = mask.sum(2) if side == "k" else mask.sum((1, 3))
+    assert (count == 2 * OF_PUBLIC_CODE).all()
+    theirs, first = data[f"{side}out_gear_deq_b4_r2"], (slice(None), slice(1))
+    means = own._means(jnp.asarray(x))
+    dense = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.where(mask, means, x), own.format)))
+    without = np.where(mask, x, dense)
+    np.testing.assert_allclose(without[first], data[f"{side}_outlier_deq_b4"], rtol=2e-3, atol=2e-3)  # the file holds float16
+    plain = np.asarray(grouped_array.dequantize(grouped_array.quantize(jnp.asarray(x), own.format)))
+    assert np.abs(np.where(mask, x, plain)[first] - data[f"{side}_outlier_deq_b4"]).max() > 0.1, "ranges with the outliers would pass"
+    found = product(x[first] - data[f"{side}_outlier_deq_b4"].astype(np.float32), data["p0_b4_r2"])
+    np.testing.assert_allclose(found, data[f"{side}out_lowrank_b4_r2"], atol=1e-5)
+
+    body = own.quantize((), (), jnp.asarray(x), prefill=True)
+    back = np.asarray(own.dequantize((), (), body))
+    np.testing.assert_allclose(back[mask], x[mask], rtol=1e-3, atol=1e-3)
+    ours, public = (rows - x[first] for rows in (back[first], theirs))
+    assert np.linalg.norm(ours[mask[first]]) < 0.2 * np.linalg.norm(public[mask[first]])
+    assert np.linalg.norm(ours) < 1.02 * np.linalg.norm(public)
+
+
+def test_an_error_of_low_rank_is_found_and_one_without_any_costs_nothing():
+    rng = np.random.default_rng(0)
+    exact = (rng.normal(size=(2, 32, 2)) @ rng.normal(size=(2, 2, 16))).astype(np.float32)
+    np.testing.assert_allclose(product(exact, start_matrix(16, 2)), exact, atol=1e-4)
+    assert np.abs(product(exact, start_matrix(16, 1)) - exact).max() > 0.1, "rank 1 would do"
+    np.testing.assert_allclose(product(exact, start_matrix(16, 5)), exact, atol=1e-4)
+    np.testing.assert_array_equal(product(0 * exact, start_matrix(16, 3)), 0 * exact)
+    left, _ = find_factors(jnp.asarray(rng.normal(size=(1, 32, 16)), jnp.float32), jnp.asarray(start_matrix(16, 4)), 2)
+    np.testing.assert_allclose(np.asarray(left)[0].T @ np.asarray(left)[0], np.eye(4), atol=1e-5)
+
+
+@functools.cache
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    """Keys with a few large entries, and with an error that has a pattern; values likewise."""
+    rng = np.random.default_rng(3)
+    k, v = (rng.normal(size=(1, 2, 64, 32)).astype(np.float32) for _ in range(2))
+    for x in (k, v):
+        x[0, :, ::9, ::7] *= 12
+    return k, v
+
+
+@pytest.mark.parametrize(("better", "worse"), [("gear", "gear:outliers=0"), ("gear:outliers=0", "gear:outliers=0,rank=0")])
+def test_each_part_brings_rows_nearer(better: str, worse: str):
+    k, v = map(jnp.asarray, rows())
+
+    def errors(spec: str) -> np.ndarray:
+        return np.array([np.linalg.norm(np.asarray(a) - b) for a, b in zip(kvq.roundtrip(spec, k, v), (k, v), strict=True)])
+
+    assert (errors(better) < 0.97 * errors(worse)).all()
+
+
+def test_without_a_product_and_outliers_it_is_kivi():
+    k, v = map(jnp.asarray, rows())
+    for one, other in zip(kvq.roundtrip("gear:outliers=0,rank=0,group_size=32", k, v), kvq.roundtrip("kivi", k, v), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_fraction_of_the_tokens_and_not_of_the_width_are_outliers():
+    plan = kvq.layout("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024), 1, 256).plans[0]
+    assert isinstance(plan.k, GearCodec)
+    assert plan.k.per_side == 3, "of 64 tokens"
+    assert plan.v.outlier_slots(8) == 2 * 51, "of 1024 entries of a token"
+    assert kvq.outlier_fraction("gear:outliers=0.1", kvq.CacheDims(1, 8, 8, 128, 1024)) == pytest.approx(0.0967, abs=1e-3)
+    body = plan.k.quantize((), (), jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 64, 128)), jnp.float32), prefill=True)
+    kept, dropped = sparse_outliers.counts(body.outliers)
+    assert (int(kept[0, 0]), int(dropped[0, 0])) == (2 * 3 * 8 * 128, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gear:backbone=kcvt,group_size=32", "group_size=32 has no meaning with backbone=kcvt"),
+        ("gear:outliers=0.7", "outliers=0.7 must be 0, or a fraction below 0.5"),
+        ("gear:rank=40", r"rank=40 must not be above the block \(64\) or head_dim \(32\)"),
+        ("gear:turns=0", "turns=0 finds no approximation"),
+        ("gear:group_size=2,block=2", "outliers=0.02 leaves nothing of 2 entries"),
+    ],
+)
+def test_what_does_not_fit_is_refused(spec: str, message: str):
+    with pytest.raises(ValueError, match=rf"\A{message}[^\n]*\Z"):
+        kvq.init_cache(spec, DIMS, 1, 128)

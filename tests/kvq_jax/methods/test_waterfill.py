@@ -1,0 +1,237 @@
+"""Waterfill against a version in plain NumPy, and what its calibration and its allocation promise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.arrays.packing import run_layout
+from kvq_jax.cache.cache import CacheDims
+from kvq_jax.methods.waterfill import allocation, fit
+from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
+
+HEADS, WIDTH, TOKENS, BLOCK = 2, 16, 64, 32
+WIDTHS = (6, 3, 1, 0)
+PEAK = 0.797884560802865  # of the best quantizer of one bit: the mean of |x|
+
+
+def correlated(seed: int, tokens: int = 400) -> np.ndarray:
+    """Return rows [tokens, K, H] of channels that differ in variance, are correlated, and have a mean."""
+    rng = np.random.default_rng(seed)
+    mixing = rng.normal(size=(HEADS, WIDTH, WIDTH)) * 2.0 ** -np.linspace(0, 1, WIDTH)
+    return (np.einsum("tkc,kdc->tkd", rng.normal(size=(tokens, HEADS, WIDTH)), mixing) + rng.normal(size=(HEADS, WIDTH))).astype(np.float32)
+
+
+def decoded_in_numpy(u: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+    """Return what sorted, normalized channels [..., H] decode to: the nearest of each channel's levels, element by element."""
+    chunk, out = u.shape[-1] // len(widths), np.zeros_like(u, np.float64)
+    stored = sum(chunk for width in widths if width)
+    for token in np.ndindex(u.shape[:-1]):
+        row = u[token].astype(np.float64)
+        g = 2.0 ** (round(8 * math.log2(math.sqrt(sum(x * x for x in row[:stored]) / stored))) / 8)
+        for channel in range(stored):
+            width = widths[channel // chunk]
+            levels = [(2 * level + 1 - 2**width) / 2 * allocation.STEPS[width] for level in range(2**width)]
+            out[token][channel] = g * min(levels, key=lambda level: abs(level - row[channel] / g))
+    return out
+
+
+def stored_rows(codec: KeyCodec | ValueCodec, params: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Return the rows [TOKENS, K, H] that the codec's body gives back."""
+    given = {name: jnp.asarray(array) for name, array in params.items()}
+    body = codec.quantize(given, (), jnp.asarray(np.moveaxis(rows, 0, 1))[None], prefill=True)
+    return np.moveaxis(np.asarray(codec.dequantize(given, (), body))[0], 0, 1)
+
+
+def same(found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Compare decoded rows. A code may fall on the other side of a border, or a scale on the next step, where fp32 rounds it there."""
+    off = np.abs(found - wanted) > 1e-4 * np.abs(wanted).max()
+    return bool(off.any(axis=(-1, -2)).mean() <= 0.02)
+
+
+def test_keys_equal_the_numpy_version():
+    rows = correlated(1)
+    params = fit.keys(rows, correlated(2))
+    rows = rows[:TOKENS]
+    mean, wanted = rows.astype(np.float64) - params["mean"], np.empty(rows.shape)
+    for head, token in itertools.product(range(HEADS), range(TOKENS)):
+        pairs = sorted(range(WIDTH // 2), key=lambda pair: params["place"][head, pair])
+        order = [channel for pair in pairs for channel in (pair, pair + WIDTH // 2)]
+        u = (mean[token, head] / params["scale"][head])[order]
+        wanted[token, head, order] = decoded_in_numpy(u[None], WIDTHS)[0]
+    wanted = wanted * params["scale"] + params["mean"]
+    codec = KeyCodec(WIDTH, BLOCK, WIDTHS)
+    assert same(stored_rows(codec, params, rows), wanted)
+    turned = params | {"place": np.roll(params["place"], 2, axis=-1)}
+    assert not same(stored_rows(codec, turned, rows), wanted), "another order of channels gives the same rows"
+
+
+def test_values_equal_the_numpy_version():
+    rows = correlated(3)
+    params = fit.values(rows, correlated(4))
+    rows = rows[:TOKENS]
+    wanted = np.empty(rows.shape)
+    for head in range(HEADS):
+        u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
+        wanted[:, head] = decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
+    codec = ValueCodec(WIDTH, BLOCK, WIDTHS)
+    assert same(stored_rows(codec, params, rows), wanted)
+    turned = params | {"synthesis": params["synthesis"][:, ::-1]}
+    assert not same(stored_rows(codec, turned, rows), wanted), "another basis gives the same rows"
+
+
+def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
+    rows, gradients = correlated(5), correlated(6)
+    params = fit.keys(rows, gradients)
+    u = (rows - params["mean"]) / params["scale"]
+    half = WIDTH // 2
+    np.testing.assert_allclose((u[..., :half] ** 2 + u[..., half:] ** 2).mean(axis=0) / 2, 1, rtol=1e-4)
+    centred = rows - rows.mean(axis=0)
+    for head in range(HEADS):
+        energies = [(centred[:, head, [i, i + half]] ** 2).mean() * (gradients[:, head, [i, i + half]] ** 2).mean() for i in range(half)]
+        np.testing.assert_allclose(params["energies"][head], sorted(energies, reverse=True), rtol=1e-4)
+        np.testing.assert_array_equal(np.sort(params["place"][head]), np.arange(WIDTH))
+        np.testing.assert_array_equal(params["place"][head, half:] - params["place"][head, :half], 1, "the channels of a pair are apart")
+
+
+def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energies_say():
+    rows, gradients = correlated(7), correlated(8)
+    params = fit.values(rows, gradients)
+    for head in range(HEADS):
+        analysis, synthesis, energies = (params[name][head].astype(np.float64) for name in ("analysis", "synthesis", "energies"))
+        np.testing.assert_allclose(analysis @ synthesis, np.eye(WIDTH), atol=1e-3)
+        u = (rows[:, head] - params["mean"][head]) @ analysis
+        np.testing.assert_allclose(np.cov(u.T, bias=True), np.eye(WIDTH), atol=1e-2)
+        slopes = gradients[:, head].astype(np.float64)
+        metric = slopes.T @ slopes / len(slopes)
+        metric += fit.RIDGE * np.trace(metric) / WIDTH * np.eye(WIDTH)
+        np.testing.assert_allclose(synthesis @ metric @ synthesis.T, np.diag(energies), atol=1e-3 * energies[0])
+        assert (np.diff(energies) <= 0).all()
+
+
+def test_steps_are_those_of_the_best_uniform_quantizers():
+    x = np.linspace(-8, 8, 160_001)
+    density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
+
+    def error(width: int, step: float) -> float:
+        top = 2 ** (width - 1)
+        return float((density * (x - (np.clip(np.floor(x / step), -top, top - 1) + 0.5) * step) ** 2).sum())
+
+    assert error(1, allocation.STEPS[1]) == pytest.approx(1 - PEAK**2, rel=1e-4)
+    for width in range(1, allocation.MOST + 1):
+        step, least = allocation.STEPS[width], allocation.ERRORS[width]
+        assert error(width, step) == pytest.approx(least, rel=5e-3), f"{width} bits"
+        assert min(error(width, 0.97 * step), error(width, 1.03 * step)) > error(width, step), f"{width} bits"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 9])
+def test_the_greedy_allocation_is_optimal(budget: int):
+    energies = np.array([9.0, 3.0, 0.4, 0.1])
+
+    def cost(widths: Iterable[int]) -> float:
+        return sum(e * allocation.ERRORS[w] for e, w in zip(energies, widths, strict=True))
+
+    every = [widths for widths in itertools.product(range(7), repeat=4) if sum(widths) == budget]
+    found = allocation.allocate(energies, budget)
+    assert found.sum() == budget
+    assert cost(found) == pytest.approx(min(map(cost, every)), rel=1e-12)
+
+
+def test_more_bits_than_there_can_be_fill_every_channel():
+    assert (allocation.allocate(np.ones(3), 1000) == allocation.MOST).all()
+
+
+@pytest.mark.parametrize("bits", [1.5, 2.0, 2.5, 3.0, 4.0, 5.0])
+@pytest.mark.parametrize("dims", [CacheDims(2, 4, 2, 64, 256), CacheDims(2, 4, 2, 128, 512)], ids=["64", "128"])
+def test_a_budget_is_what_is_stored(bits: float, dims: CacheDims):
+    assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) == pytest.approx(bits, abs=1 / 16)
+    assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
+
+
+@pytest.mark.parametrize("width", range(1, allocation.MOST + 1))
+@pytest.mark.parametrize("channels", [2, 8, 24])
+def test_runs_of_any_number_of_channels_are_stored_without_padding(width: int, channels: int):
+    layout = run_layout(width, channels, BLOCK)
+    assert sum(layout.words(bits) for bits in layout.sets) * 16 == layout.slots * width * channels
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("waterfill:bits=0.3", ("bits=0.3", "32 channels", "between")),
+        ("waterfill:bits=9", ("bits=9", "between")),
+        ("waterfill:k_widths=1234", ("k_widths=1234", "widest first")),
+        ("waterfill:v_widths=9100", ("v_widths=9100", "at most 8 bits")),
+        ("waterfill:v_widths=221", ("v_widths=221", "3 chunks", "RoPE pairs")),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(spec: str, words: tuple[str, ...]):
+    with pytest.raises(ValueError, match=r"bits=|widths=") as refused:
+        kvq.init_cache(spec, CacheDims(1, 2, 1, 32, 64), 1, 256)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("side", [fit.keys, fit.values])
+def test_rows_that_determine_nothing_are_refused(side):
+    rows = correlated(9, 8)
+    for bad, words in (
+        ((rows[:1], rows[:1]), "too few"),
+        ((rows * np.nan, rows), "activations are not finite"),
+        ((rows, rows * np.inf), "gradients are not finite"),
+        ((rows, rows * 0), "gradients are 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            side(*bad)
+
+
+def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
+    dims = CacheDims(3, 2, 1, 32, 64)
+    steep, flat = ({"energies": np.array([factor ** -np.arange(16.0)])} for factor in (4.0, 1.1))
+    twice = {"energies": np.repeat(flat["energies"], 2, axis=-1)}
+    method = kvq.parse("waterfill:bits=2.25").k
+    fitted = method.fitted({"k": [steep, flat, {}], "v": [twice, twice, {}]}, dims)
+    spec = kvq.CacheSpec(fitted, fitted, 32, 96, 32)
+    assert kvq.parse(str(spec)) == spec
+    plans = kvq.layout(spec, dims, 1, 256).plans
+    keys, values = (
+        [[int(digit) for digit in codec.describe()["widths"]] for codec in side] for side in zip(*(p.codecs for p in plans), strict=True)
+    )
+    assert keys[0][0] > keys[1][0], "steeper energies ask for less equal widths"
+    assert keys[0][-1] < keys[1][-1], "steeper energies ask for less equal widths"
+    assert values[0] == values[1], "equal energies ask for equal widths"
+    assert {sum(own) for own in (*keys, *values)} == {8}, "every side of every layer has the same budget"
+    assert kvq.body_bits_per_element(spec, dims) == 2.25
+    assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, "widths that a spec gives stay"
+
+
+def test_layers_share_few_widths_that_cost_little_more_than_their_own():
+    falls = np.linspace(0.2, 4, 12)
+    chunks = [[2.0 ** (-fall * np.arange(8)), 2.0 ** (-fall * np.arange(8) / 2)] for fall in falls]
+
+    def errors(widths: list[list[tuple[int, ...]]]) -> np.ndarray:
+        """Return each side's error of each layer, relative to that of widths of its own."""
+        cost = [
+            [float(e @ np.asarray(allocation.ERRORS)[list(w)]) for e, w in zip(*layer, strict=True)]
+            for layer in zip(chunks, widths, strict=True)
+        ]
+        least = [[float(e @ np.asarray(allocation.ERRORS)[allocation.allocate(e, 16)]) for e in layer] for layer in chunks]
+        return np.asarray(cost) / least
+
+    means = []
+    for profiles in (1, 2, 4, 12):
+        widths = allocation.layer_widths(chunks, (16, 16), profiles)
+        assert len({tuple(layer) for layer in widths}) <= profiles
+        assert all(sum(side) == 16 for layer in widths for side in layer)
+        means.append(errors(widths).mean())
+    assert means[-1] == pytest.approx(1, rel=1e-12)
+    assert means[0] > 1.1, "these layers would not need widths of their own"
+    assert means == sorted(means, reverse=True)
+    assert means[2] < 1.1

@@ -1,0 +1,107 @@
+"""ZipCache against what its public code's functions return for the same numbers (tests/golden/), and its saliency against a definition."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.methods.zipcache.codec import ZipCodec, chosen
+from kvq_jax.methods.zipcache.saliency import probe_positions, probes_of, saliency
+from tests.kvq_jax.methods.test_golden import compare_numbers, golden
+
+DIMS = kvq.CacheDims(1, 4, 2, 32, 128)
+TOKENS = 24
+
+
+def inputs(seed: int = 0, valid: int = TOKENS) -> kvq.LayerInputs:
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, heads, TOKENS, 32)), jnp.float32) for heads in (4, 2, 2))
+    real = jnp.arange(TOKENS)[None] < valid
+    return kvq.LayerInputs(None, None, 2 * q, None, k, v, jnp.arange(TOKENS)[None], real, None)
+
+
+def wanted_saliency(given: kvq.LayerInputs, probes: np.ndarray, valid: int) -> np.ndarray:
+    """The definition, probe after probe: [K, T], for tokens that some probe sees."""
+    q, k = np.asarray(given.q_rot[0], np.float16).astype(float), np.asarray(given.k_rot[0], float)
+    total, count = np.zeros((2, valid)), np.zeros(valid)
+    for p in probes:
+        seen = np.arange(valid) <= p
+        count += seen
+        for head in range(4):
+            logits = np.where(seen, k[head // 2, :valid] @ q[head, p] / np.sqrt(32), -np.inf)
+            weights = np.exp(logits - logits.max())
+            total[head // 2] += weights / weights.sum() / 2
+    return total / np.maximum(count, 1)
+
+
+@pytest.mark.parametrize("valid", [TOKENS, 17])
+def test_saliency_is_the_mean_attention_of_the_probes_that_see_a_token(valid: int):
+    given = inputs(valid=valid)
+    found = probes_of(given, 8)
+    positions = np.asarray(found["positions"])[0]
+    wanted = wanted_saliency(given, positions, valid)
+    actual = np.asarray(saliency(found, given.k_rot, given.positions))[0][:, :valid]
+    np.testing.assert_allclose(actual, wanted, rtol=2e-4)
+    over_all = wanted * (positions[:, None] >= np.arange(valid)).sum(0) / len(positions)
+    assert np.abs(over_all / wanted - 1).max() > 0.3, "dividing by the number of all probes would pass"
+
+
+def test_probes_are_the_last_tokens_and_others_spread_over_the_prompt():
+    positions = np.asarray(probe_positions(jnp.asarray([100, 3, 0]), 8))
+    np.testing.assert_array_equal(positions[0, :4], [99, 98, 97, 96])
+    assert (np.diff(np.r_[0, positions[0, 4:] // 25]) >= 0).all()
+    assert set(positions[0, 4:] // 25) == {0, 1, 2, 3}, "one in each quarter"
+    assert (positions[1] < 3).all()
+    assert (positions[2] == 0).all()
+
+
+def test_codes_are_those_of_the_public_code():
+    """Keys of both classes, one group for each channel; values normalized by channel, whose rows of two heads the public code joins."""
+    data = golden("zipcache")
+    important, others = data["important_ids"][0], data["unimportant_ids"][0]
+    both = [np.concatenate([important[h], others[h]]) for h in range(2)]
+
+    def codec(channels: int) -> ZipCodec:
+        return ZipCodec("k", channels, 1, 50, (4, 2), 30, 1, "float32")
+
+    keys = np.stack([data["K"][0, h, both[h]] for h in range(2)])[None]
+    mask = jnp.broadcast_to(jnp.arange(50) < 30, (1, 2, 1, 50))
+    own = codec(64)
+    found = np.asarray(own._decoded(own._coded("k", jnp.asarray(keys), mask), mask))
+    wanted = np.stack([data["k_deq"][0, h, both[h]] for h in range(2)])[None]
+    compare_numbers(found, wanted)
+    assert np.abs(found - np.roll(wanted, 1, axis=2)).max() > 0.1, "other tokens would pass"
+
+    norm = np.sqrt(np.abs(data["V"]).max(axis=(0, 2)))
+    np.testing.assert_allclose(norm.ravel(), data["v_channel_scale"].ravel(), rtol=1e-6)
+    values = np.concatenate([data["V"][0, h, both[h]] / norm[h] for h in range(2)], axis=-1)[None, None].astype(np.float32)
+    own = codec(128)
+    decoded = np.asarray(own._decoded(own._coded("v", jnp.asarray(values), mask[:, :1]), mask[:, :1]))[0, 0] * norm.ravel()
+    compare_numbers(decoded, np.concatenate([data["v_deq"][0, h, both[h]] for h in range(2)], axis=-1))
+
+
+def test_salient_tokens_are_nearer_to_what_they_were():
+    given = inputs(3)
+    k_hat, v_hat, _ = kvq.roundtrip_layer("zipcache:probes=8,block=24", given)
+    mask = np.asarray(chosen(saliency(probes_of(given, 8), given.k_rot, given.positions), 24, 16))[0, :, 0]
+    assert mask.sum() == 2 * 16
+    for found, rows in ((k_hat, given.k_rot), (v_hat, given.v)):
+        error = np.linalg.norm(np.asarray(found - rows)[0], axis=-1)
+        assert error[mask].max() < error[~mask].min(), "4 bits are worse than 2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("zipcache:block=20", "block=20 must be a multiple of 8"),
+        ("zipcache:unimportant_ratio=1", "unimportant_ratio=1 leaves one kind of tokens"),
+        ("zipcache:probes=0", "probes=0 tells nothing"),
+        ("zipcache:subtract_bias=true", "subtract_bias=true has no meaning for keys of zipcache, which share a row with values"),
+        ("k=zipcache+v=kivi", r"'k=zipcache\+v=kivi.*use it for both"),
+    ],
+)
+def test_what_does_not_fit_is_refused(spec: str, message: str):
+    with pytest.raises(ValueError, match=rf"\A{message}[^\n]*\Z"):
+        kvq.init_cache(spec, DIMS, 1, 256)
