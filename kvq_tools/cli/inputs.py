@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 import kvq_jax as kvq
+from kvq_models.calibration.file import resolved
 from kvq_models.calibration.needs import needs
 from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import check_calibration
@@ -24,6 +25,7 @@ from kvq_models.inference.sampling import Sampling
 from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
+from kvq_tools.chat_template import rendered
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
 
 DTYPES = ("float32", "bfloat16")
@@ -41,6 +43,8 @@ SPEC, what stands after --cache:
   METHOD is NAME[:OPTION=VALUE,...]; lists of layers are 0-2/31, values that differ by layer 4@0-2/2 (4 in layers 0 to 2, else 2)
   examples: dense   kivi:bits=2   innerq:bits=2,mode=hybrid   kivi:bits=4@0-1/2,recent=128,skip_layers=0
             k=kivi:bits=4+v=innerq:bits=2+cache:recent=96
+  rotate=true, of every method but a few, quantizes keys and values rotated by a Hadamard matrix: for formats with one scale for
+  many channels (int4, nf4, mxfp4)
   subtract_bias=true caches keys without k_proj's bias and adds its share of the scores exactly (Qwen2, Qwen2.5)
   kvq methods lists all names and options."""
 
@@ -67,12 +71,16 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> Non
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest tokens whose probabilities add up to P")
     parser.add_argument("--min-p", type=float, default=0.0, help="draw among tokens at least P times as probable as the best")
     parser.add_argument("--seed", type=seed, default=0, help="the same seed gives the same text (default: 0)")
+    add_implementation(parser)
+    add_dtype(parser, rows="bfloat16 rows")
+
+
+def add_implementation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation",
         choices=("xla", "pallas", "native"),
         help="what reads the packed cache: pallas on a GPU and native on a CPU, where the cache has such kernels (default), else xla",
     )
-    add_dtype(parser, rows="bfloat16 rows")
 
 
 def add_dtype(parser: argparse.ArgumentParser, *, rows: str | None = None, beside: str = "") -> None:
@@ -141,6 +149,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def token_count(text: str) -> int:
+    """Parse a number of tokens: 4096, 128K, 10M. K and M are powers of 1024."""
+    digits, power = (text[:-1], " KM".index(text[-1].upper())) if text[-1:].upper() in ("K", "M") else (text, 0)
+    if not digits.isdecimal() or not 0 < int(digits) * 1024**power < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1 and below 2G, such as 4096, 128K or 10M")
+    return int(digits) * 1024**power
+
+
 def count(text: str) -> int:
     """Parse a count that may be 0."""
     if not text.isdecimal():
@@ -200,10 +216,12 @@ def _calibration(spec: kvq.CacheSpec, config: LlamaConfig, files: Sequence[str])
     errors = []
     for file in files or (None,):
         try:
-            check_calibration(spec, config, file)
+            calibration = check_calibration(spec, config, file)
         except (ValueError, OSError) as error:
             errors.append(str(error))
         else:
+            if calibration is not None and resolved(spec, calibration) != spec:
+                warn(f"{spec} leaves open what {file} decides for this model; --cache '{resolved(spec, calibration)}' uses it")
             return str(file)
     raise ValueError("; ".join(errors))
 
@@ -311,17 +329,12 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("this model's tokenizer has no chat template; `kvq generate` continues a text without one")
     try:
-        from jinja2 import TemplateError  # imported late: only chat templates need it
-    except ImportError as error:
-        raise UserError("chat templates need jinja2; pip install jinja2") from error
-    failures = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-    try:
         with _time_limit(TEMPLATE_SECONDS):
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return rendered(tokenizer, messages)
     except TimeoutError as error:
         raise UserError(f"the tokenizer's chat template takes longer than {TEMPLATE_SECONDS} s") from error
-    except failures as error:  # a template is a program, and may do anything
-        raise UserError(f"the tokenizer's chat template fails: {str(error) or type(error).__name__}") from error
+    except ValueError as error:
+        raise UserError(error) from error
 
 
 @contextmanager
@@ -357,16 +370,16 @@ def check_tokens(ids: list[int], config: LlamaConfig) -> None:
 
 
 def check_memory(cache: kvq.Cache) -> None:
-    """Raise UserError where a cache of this layout is larger than the device's memory; weights and working memory are not counted."""
-    size, memory = kvq.nbytes(cache), device_memory()
+    """Raise UserError where a device's share of this layout is larger than its memory; weights and working memory are not counted."""
+    size, memory = kvq.nbytes(cache) if cache.placement is None else cache.placement.shard_nbytes(cache.axes), device_memory()
     if memory is not None and size > memory:
         raise UserError(f"a cache of {cache.capacity} tokens takes {format_bytes(size)}, and this device has {format_bytes(memory)}")
 
 
-def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: str) -> kvq.Cache:
+def new_cache(spec: kvq.CacheSpec, config: LlamaConfig, capacity: int, dtype: str, placement: kvq.Placement | None = None) -> kvq.Cache:
     """Return an empty cache of one row; UserError where the device has no room left for it."""
     try:
-        return kvq.init_cache(spec, config, 1, capacity, dtype)
+        return kvq.init_cache(spec, config, 1, capacity, dtype, placement)
     except jax.errors.JaxRuntimeError as error:
         size = format_bytes(kvq.nbytes(kvq.layout(spec, config, 1, capacity, dtype)))
         raise UserError(f"no room for a cache of {capacity} tokens, which takes {size}, beside the model: {error}") from error

@@ -25,6 +25,8 @@ COMMANDS = {
     "fetch": "bring a public model into the cache folder, where its name stands for it",
     "chat": "talk with a model: several turns on one cache",
     "generate": "continue a prompt through a cache",
+    "prefill": "read a prompt and write its cache to a file, with which generate goes on",
+    "serve": "serve a model to many clients at a time, with OpenAI's API",
     "eval": "compare caches on a text: perplexity, KL, top-1 agreement, size",
     "report": "write one self-contained page with pictures: quality, size, speed and errors of several caches",
     "passkey": "ask for a number that a long text states once",
@@ -33,13 +35,14 @@ COMMANDS = {
     "lm-eval": "pass a command line to lm-evaluation-harness, which then has kvq among its models",
     "memory": "count the exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
+    "plan": "share a budget of bits or bytes out over a model's channels, and print the cache",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
 }
 
 PASSED_ON = ("lm-eval",)  # commands whose arguments are another program's
-WITHOUT_PROGRAMS = ("fetch", "memory", "methods")  # commands that compile nothing
+WITHOUT_PROGRAMS = ("fetch", "memory", "methods", "plan")  # commands that compile nothing
 
 DESCRIPTION = """\
 KV-cache quantization for JAX: runs Hugging Face Llama-family checkpoints with a cache that is 2 to 7 times smaller than bf16."""

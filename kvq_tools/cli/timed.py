@@ -23,7 +23,7 @@ class TimedGeneration:
     """The generation of one prompt. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
 
     compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
-    device is done, without it.
+    device is done, without it. logits [1, V]: where the cache holds the prompt already, those after it; there is no prefill then.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class TimedGeneration:
         eos_ids: tuple[int, ...] = (),
         seed: int = 0,
         implementation: Implementation = None,
+        logits: Array | None = None,
     ):
-        self._llama, self._cache = llama, cache
-        self._tokens, self._lengths = decoding.checked_tokens(llama, cache, [prompt], None, new_tokens=max_new_tokens)
+        self._llama, self._cache, self._logits = llama, cache, logits
+        new = [prompt] if logits is None else [prompt[:1]]  # of a prompt that is there, nothing is read
+        self._tokens, self._lengths = decoding.checked_tokens(llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None))
         self._max_new_tokens, self._sampling, self._eos_ids, self._key = max_new_tokens, sampling, eos_ids, jax.random.key(seed)
         self._implementation: Implementation = implementation
         self.prefill_seconds = self.decode_seconds = 0.0
@@ -49,9 +51,14 @@ class TimedGeneration:
 
     def _compile(self) -> None:
         settings = (self._max_new_tokens, self._sampling, self._eos_ids, self._implementation)
-        compile_generation(self._llama, self._cache, self._tokens, self._lengths, *settings)
+        if self._logits is None:
+            compile_generation(self._llama, self._cache, self._tokens, self._lengths, *settings)
+        else:
+            compile_steps(self._llama, generation.begun(self._cache, self._logits, self._max_new_tokens), *settings[1:])
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
+        if self._logits is not None:
+            return generation.begun(cache, self._logits, self._max_new_tokens)
         return generation.start(llama, cache, tokens, lengths, self._max_new_tokens, self._sampling, self._implementation)
 
     def segments(self, steps: int) -> Iterator[Generated]:
@@ -92,7 +99,13 @@ def compile_generation(
         return generation.start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
 
     decoding.prefill_program.lower(llama, cache, tokens, lengths, False, implementation).compile()
-    state = jax.eval_shape(start, llama, cache, tokens, lengths)
+    compile_steps(llama, jax.eval_shape(start, llama, cache, tokens, lengths), sampling, eos_ids, implementation)
+
+
+def compile_steps(
+    llama: Llama, state: GenerationState, sampling: Sampling, eos_ids: tuple[int, ...], implementation: Implementation
+) -> None:
+    """Compile what `generation.advance` will run from a state, or from one that is described; nothing is consumed."""
     generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
     # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
     counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)

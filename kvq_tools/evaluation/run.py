@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 import kvq_jax as kvq
 from kvq_jax.cache.cache import has_prompt_statistics, layout
 from kvq_jax.cache.spec import CacheSpec, parse
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Integers
 from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
@@ -40,6 +41,7 @@ class Options(TypedDict, total=False):
     step: int
     token_bytes: Integers | None
     progress: Progress[Any] | None
+    placement: Placement | None
 
 
 def evaluate(llama: Llama, spec: CacheSpec | str, token_ids: Integers, **options: Unpack[Options]) -> Evaluation:
@@ -60,6 +62,7 @@ def evaluate_caches(
     step: int = STEP,
     token_bytes: Integers | None = None,
     progress: Progress[Any] | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Evaluation, ...]:
     """Compare the predictions of a text through each cache with those of the same model without a cache.
 
@@ -71,7 +74,8 @@ def evaluate_caches(
     scored. Default: `default_prompt` where one of the caches takes statistics from a prompt, else 0; all caches are scored on the same
     tokens. In `chunked` such statistics come from a window's first chunk, in `fake` from the whole window. step: tokens of one step of
     `decode`; the results of a sound cache do not depend on it. token_bytes [n]: UTF-8 bytes of each token (`tokenize`), for bits per
-    byte. progress: wraps the loop over slices of windows, as tqdm would.
+    byte. progress: wraps the loop over slices of windows, as tqdm would. placement: where the caches lie, if the models
+    are on a mesh; where rows are split, a batch is filled up to a multiple of their parts.
 
     Full-precision rows of a cache have the model's dtype. Memory beside weights and caches: the hidden states of a batch, and logits of a
     slice, twice at most 256 MiB (in `chunked`: of a chunk). ValueError, in one line, where the request does not fit the text or the model.
@@ -84,7 +88,7 @@ def evaluate_caches(
     begins, lengths = np.array([w.begin for w in cut]), np.array([w.end - w.begin for w in cut], np.int32)
     inside = np.arange(width)[None] < lengths[:, None]
     rows = np.where(inside, ids[np.minimum(begins[:, None] + np.arange(width), ids.size - 1)], 0)
-    exact, compared = _run(candidates, rows, lengths, settings, progress)
+    exact, compared = _run(candidates, rows, lengths, settings, progress, placement=placement)
     row, position = np.nonzero(inside & (np.arange(width)[None] >= np.array([w.first for w in cut])[:, None]))
     index = begins[row] + position
     utf8_bytes = None if token_bytes is None else int(np.asarray(token_bytes)[index].sum())
@@ -249,12 +253,14 @@ def _run(
     settings: Settings,
     progress: Progress[Any] | None,
     at_end: Callable[[Sequence[Through], int], None] | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Float[np.ndarray, "R T"], list[tuple[np.ndarray, ...]]]:
     """Return (-log p of the full-precision model, (nats, kl, agrees) of each candidate), arrays [R, T]. Entry [r, t] is about token t of
     row r, predicted from those before it; entries that nothing predicts (the first, the prompt's, padding) are unspecified. `at_end` is
     called after each batch with what ran and the number of its rows that are not repetitions."""
     count, width = rows.shape
-    size = min(settings.batch, count)
+    parts_of_rows = 1 if placement is None else placement.size("rows")
+    size = -(-min(settings.batch, count) // parts_of_rows) * parts_of_rows
     batches = -(-count // size)
     parts = slices(settings.mode, width, size, candidates[0][0].config.vocab_size, settings.chunk, settings.prompt, settings.step)
     padded = parts[-1].stop + 1
@@ -269,7 +275,8 @@ def _run(
             batch = _batch(rows, lengths, here, padded)
             reference = Reference(candidates[0][0], batch)
             through = [
-                Through(llama, spec, settings.mode, batch, settings.step) for (llama, _), spec in zip(candidates, specs, strict=True)
+                Through(llama, spec, settings.mode, batch, settings.step, placement)
+                for (llama, _), spec in zip(candidates, specs, strict=True)
             ]
         assert reference is not None, "the first slice made it"
         predicted = slice(part.first + 1, part.stop + 1)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LengthsB, ValidBT
 from kvq_models.inference import layer_by_layer
 from kvq_models.inference.decoding import prefill_program
@@ -83,13 +84,13 @@ class Reference:
 class Through:
     """One cache on a batch. Each call returns the terms of a slice; slices must be given in order, a prompt by `prefill_prompts`."""
 
-    def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP):
+    def __init__(self, llama: Llama, spec: CacheSpec, mode: Mode, batch: Batch, step: int = STEP, placement: Placement | None = None):
         self.llama, self.mode, self.batch, self.step = llama, mode, batch, step
         if mode == "fake":
             self.hidden = hidden_states(llama, batch.tokens[:, : batch.width], batch.lengths, spec)
         else:
             rows = batch.tokens.shape[0]
-            self.cache = init_cache(spec, llama.config, rows, batch.width, llama.embed[...].dtype)
+            self.cache = init_cache(spec, llama.config, rows, batch.width, llama.embed[...].dtype, placement)
 
     def __call__(self, part: Slice, exact: Float[Array, "B t V"]) -> Terms:
         now, following = self.batch.inputs(part), self.batch.following(part)

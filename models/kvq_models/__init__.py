@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_models.named_models.names import EMBEDDED_FOLDER as EMBEDDED
 
 if TYPE_CHECKING:
-    from kvq_models.calibration.file import Calibration, load_calibration, save_calibration
+    from kvq_models.calibration.file import Calibration, load_calibration, resolved, save_calibration
     from kvq_models.calibration.fit import calibrate
     from kvq_models.inference.decoding import decode_step, prefill, right_padded, score
     from kvq_models.inference.generation import Generated, generate, generate_stream
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvq_models.llama.checkpoint import load_llama, save_llama
     from kvq_models.llama.config import LlamaConfig
     from kvq_models.llama.model import Llama, forward
+    from kvq_models.llama.sharding import shard_llama
 
 _MODULES = {
     "Calibration": "calibration.file",
@@ -36,10 +37,12 @@ _MODULES = {
     "load_llama": "llama.checkpoint",
     "prefill": "inference.decoding",
     "prepare": "inference.method_parameters",
+    "resolved": "calibration.file",
     "right_padded": "inference.decoding",
     "save_calibration": "calibration.file",
     "save_llama": "llama.checkpoint",
     "score": "inference.decoding",
+    "shard_llama": "llama.sharding",
 }
 
 __all__ = [
@@ -58,10 +61,12 @@ __all__ = [
     "load_llama",
     "prefill",
     "prepare",
+    "resolved",
     "right_padded",
     "save_calibration",
     "save_llama",
     "score",
+    "shard_llama",
 ]
 
 

@@ -17,7 +17,7 @@ import kvq_jax as kvq
 from kvq_models.inference import decoding
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
-from kvq_tools.cli import inputs, interruption
+from kvq_tools.cli import inputs, interruption, mesh
 from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress, warn
 from kvq_tools.cli.continuation import Continuation
 from kvq_tools.cli.conversation import AnswerSettings, Conversation
@@ -62,15 +62,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.positive,
         help=f"tokens the cache can hold (default: {MOST_CAPACITY}, or the positions that the model was trained for if they are fewer)",
     )
+    mesh.add(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    settings, tokenizer, capacity = _checked(options)
+    settings, tokenizer, capacity, placement = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
+        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
-    new_cache = functools.partial(inputs.new_cache, options.cache, llama.config, capacity, inputs.rows_dtype(options))
+    new_cache = functools.partial(inputs.new_cache, options.cache, llama.config, capacity, inputs.rows_dtype(options), placement)
     conversation = Conversation(llama, tokenizer, new_cache, settings, options.system)
     terminal = sys.stdin.isatty()
     turns: list[dict[str, Any]] = []
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     check_finite([] if conversation.finite else [str(options.cache)])
 
 
-def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:
+def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int, kvq.Placement | None]:
     """Check all that needs no weights."""
     sampling = inputs.checked_sampling(options)
     config = inputs.read_config(options.model, options.cache)
@@ -102,11 +103,12 @@ def _checked(options: argparse.Namespace) -> tuple[AnswerSettings, Any, int]:
     inputs.render_chat(tokenizer, [*opening, {"role": "user", "content": "Hello"}])
     capacity = options.capacity or min(MOST_CAPACITY, config.positions)
     inputs.warn_beyond(capacity, config)
-    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options))
+    placement = mesh.placement_of(options.mesh, [options.cache], config, 1, capacity, inputs.rows_dtype(options))
+    layout = kvq.layout(options.cache, config, 1, capacity, inputs.rows_dtype(options), placement)
     inputs.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
-    return AnswerSettings(options.max_new_tokens, sampling, options.seed, options.implementation), tokenizer, capacity
+    return AnswerSettings(options.max_new_tokens, sampling, options.seed, options.implementation), tokenizer, capacity, placement
 
 
 def _lines(terminal: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ from kvq_models.inference.memory import CACHE_DTYPE
 from kvq_models.inference.method_parameters import prepare
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs, text_evaluation
+from kvq_tools.cli import inputs, mesh, text_evaluation
 from kvq_tools.cli.console import bar, check_finite, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_table
 from kvq_tools.evaluation.results import Evaluation, finite
@@ -53,18 +53,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
     text_evaluation.add_request(parser)
+    mesh.add(parser)
     parser.add_argument("--flips", action="store_true", help="with --json, also list where in the text each cache flips the top-1")
 
 
 def run(options: argparse.Namespace) -> None:
     config, text, settings, files = text_evaluation.checked(options)
+    window = min(settings.window, text.ids.size)
+    placement = mesh.placement_of(options.mesh, [spec for _, spec in options.cache], config, settings.batch, window, options.dtype)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=options.dtype)
+        llama, _ = load_llama(options.model, dtype=options.dtype, mesh=placement)
         models = [(prepare(llama, spec, file), spec) for (_, spec), file in zip(options.cache, files, strict=True)]
     for name, spec in options.cache:
-        text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, min(settings.window, text.ids.size)), settings)
+        text_evaluation.warn_if_exact(name, kvq.layout(spec, config, 1, window), settings)
     started = time.perf_counter()
-    evaluations = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar)
+    evaluations = evaluate_caches(models, text.ids, **settings._asdict(), token_bytes=text.bytes, progress=bar, placement=placement)
     result = report(options, config, text, settings, evaluations, time.perf_counter() - started)
     print_json("eval", result) if options.json else _print(result)
     check_finite([name for (name, _), evaluation in zip(options.cache, evaluations, strict=True) if not evaluation.finite])

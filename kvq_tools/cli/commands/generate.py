@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 
 import kvq_jax as kvq
@@ -18,9 +19,12 @@ from kvq_models.inference.method_parameters import prepare
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
+from kvq_models.llama.model import Llama
+from kvq_tools.cli import batch, engines, handover, inputs, mesh
 from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.handover import Handed
+from kvq_tools.cli.one_prompt import add_prompt, read_prompt
 from kvq_tools.cli.tables import print_line
 from kvq_tools.cli.timed import TimedGeneration
 
@@ -35,7 +39,14 @@ EPILOG = f"""\
 examples:
   kvq generate embedded --prompt "It was a bright" --cache kivi:bits=2 --max-new-tokens 60 --stream
   kvq generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Name three rivers." --cache innerq:bits=2 --temperature 0.7 --top-p 0.9
+  kvq generate embedded --prompts prompts.jsonl --out answers.jsonl --cache kivi:bits=4 --memory 1GiB
+  kvq generate smollm2 --from report.safetensors --stream
+  kvq generate path/to/Llama-3.1-8B --prompt-file book.txt --cache kivi:bits=2 --mesh heads=4,tokens=2
   kvq generate path/without/tokenizer --prompt-ids 1,306,763 --cache dense --json
+
+With --prompts, each line of the file is a text in quotes or an object: {{"prompt": TEXT}}, {{"prompt_ids": [1, 2]}} or
+{{"messages": [{{"role": "user", "content": TEXT}}]}}, with "id" (default: the line's number), "max_new_tokens", "temperature",
+"top_k", "top_p", "min_p" and "seed" of its own. Answers are written as they come; run the command again to go on where it stopped.
 
 {inputs.CACHE_GRAMMAR}"""
 
@@ -43,11 +54,13 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="P", help="the text to continue")
-    prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 file with the text to continue; - reads stdin")
-    prompt.add_argument("--prompt-ids", metavar="IDS", type=inputs.token_ids, help="token ids, as 1,2,3; needs no tokenizer")
-    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    prompt = add_prompt(parser, required=False)
+    prompt.add_argument("--prompts", metavar="F", help="a file with a prompt in each line, as JSON; several are generated at a time")
+    parser.add_argument("--out", metavar="F", help="where the answers to --prompts go, one line each; what is there is not generated again")
+    parser.add_argument(
+        "--from", dest="handed", metavar="F", help="go on from a file of kvq prefill; a prompt beside it must be the one that was read"
+    )
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, help="the cache (default: dense; with --from the file's)")
     inputs.add_calibration(parser)
     inputs.add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
@@ -56,8 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=inputs.positive,
         help="tokens the cache can hold (default: prompt and new tokens, rounded up to a multiple of 64)",
     )
+    engines.add_size(parser, capacity=False)
+    mesh.add(parser)
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +83,20 @@ class GenerationRequest:
     prompt: list[int]
     capacity: int
     sampling: Sampling
+    handed: Handed | None
+    placement: kvq.Placement | None
 
 
 def run(options: argparse.Namespace) -> None:
+    _check_which(options)
+    options.cache = options.cache or (kvq.parse("dense") if options.handed is None else None)
+    if options.prompts is not None:
+        batch.run(options)
+        return
     request = _checked(options)
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
-    with input_errors():
-        llama = prepare(llama, options.cache, options.calibration, progress=bar)
-        cache = inputs.new_cache(options.cache, llama.config, request.capacity, inputs.rows_dtype(options))
+        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=request.placement)
+    llama, cache, logits = _cache(options, request, llama)
     with progress("compiling"):
         generation = TimedGeneration(
             llama,
@@ -88,6 +107,7 @@ def run(options: argparse.Namespace) -> None:
             eos_ids=llama.config.eos_token_ids,
             seed=options.seed,
             implementation=options.implementation,
+            logits=logits,
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
@@ -97,6 +117,7 @@ def run(options: argparse.Namespace) -> None:
         "dtype": inputs.model_dtype(options),
         "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
         "calibration": options.calibration,
+        "mesh": None if request.placement is None else str(request.placement),
     }
     if options.json:
         text = None if request.tokenizer is None else continuation.text(ids)
@@ -107,27 +128,76 @@ def run(options: argparse.Namespace) -> None:
     check_finite([] if finite else [str(cache.spec)])
 
 
+def _check_which(options: argparse.Namespace) -> None:
+    """Refuse options of many prompts beside one, and the other way round."""
+    many, given = options.prompts is not None, {name: getattr(options, name) for name in ("out", "slots", "memory", "stream", "mesh")}
+    for name in ("stream", "mesh") if many else ("out", "slots", "memory"):
+        if given[name]:
+            raise UserError(f"--{name} is for {'one prompt' if many else 'many prompts: give --prompts'}")
+    given_prompt = [options.prompt, options.prompt_file, options.prompt_ids]
+    if not many and options.handed is None and not any(one is not None for one in given_prompt):
+        raise UserError("one of the arguments --prompt --prompt-file --prompt-ids --prompts --from is required")
+    if many and options.handed is not None:
+        raise UserError("--from is for one prompt, the one in the file")
+    if options.handed is not None and options.chat and options.prompt is options.prompt_file:
+        raise UserError("--chat is for a prompt, and --from has tokens")
+    if options.handed is not None and options.mesh is not None:
+        raise UserError("--mesh is for a prompt that is read here: the cache of --from is one device's")
+    if options.handed is not None and options.capacity is not None:
+        raise UserError("--from takes the capacity of the file; give --capacity to kvq prefill")
+    if many and options.out is None:
+        raise UserError("--prompts needs --out, the file that the answers go to")
+
+
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check all that needs no weights."""
     sampling = inputs.checked_sampling(options)
-    text = inputs.read_prompt(options.prompt_file) if options.prompt_file is not None else options.prompt
-    if text == "":
-        raise UserError("the prompt is empty; give at least one character")
-    if options.chat and text is None:
-        raise UserError("--chat needs --prompt or --prompt-file: a chat template is filled with text")
-    config = inputs.read_config(options.model, options.cache)
+    config = inputs.read_config(options.model, *filter(None, [options.cache]))
+    handed = None if options.handed is None else handover.described(options.handed, config)
+    if handed is not None:
+        if options.cache not in (None, handed.layout.spec):
+            raise UserError(f"{options.handed!r} holds the cache {str(handed.layout.spec)!r}, and --cache is {str(options.cache)!r}")
+        options.cache = handed.layout.spec
     inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
-    tokenizer = inputs.load_tokenizer(options.model)
-    if text is not None and tokenizer is None:
-        raise UserError(f"{options.model!r} has no tokenizer; give token ids with --prompt-ids 1,2,3")
-    prompt = options.prompt_ids if text is None else inputs.encode(tokenizer, text, chat=options.chat)
-    inputs.check_tokens(prompt, config)
-    request = GenerationRequest(config, tokenizer, prompt, _capacity(options, config, len(prompt)), sampling)
-    layout = kvq.layout(options.cache, config, 1, request.capacity, inputs.rows_dtype(options))
+    tokenizer, prompt, capacity = _prompt(options, config, handed)
+    rows = inputs.rows_dtype(options)
+    placement = mesh.placement_of(options.mesh, [options.cache], config, 1, capacity, rows)
+    request = GenerationRequest(config, tokenizer, prompt, capacity, sampling, handed, placement)
+    layout = handed.layout if handed else kvq.layout(options.cache, config, 1, capacity, rows, placement)
     inputs.check_memory(layout)
     with input_errors():
         decoding.implementations(layout, options.implementation)
     return request
+
+
+def _prompt(options: argparse.Namespace, config: LlamaConfig, handed: Handed | None) -> tuple[Any, list[int], int]:
+    """Return (tokenizer, prompt, capacity)."""
+    if handed is not None and all(given is None for given in (options.prompt, options.prompt_file, options.prompt_ids)):
+        tokenizer, prompt = inputs.load_tokenizer(options.model), handed.prompt
+    else:
+        tokenizer, prompt = read_prompt(options, config)
+    if handed is None:
+        return tokenizer, prompt, _capacity(options, config, len(prompt))
+    handover.check_same(handed, prompt)
+    need = len(prompt) + options.max_new_tokens
+    if need > handed.layout.capacity:
+        raise UserError(
+            f"{len(prompt)} prompt + {options.max_new_tokens} new tokens are {need}, and the cache in {options.handed!r} has room for "
+            f"{handed.layout.capacity}: give kvq prefill a --capacity, or --max-new-tokens here"
+        )
+    return tokenizer, prompt, handed.layout.capacity
+
+
+def _cache(options: argparse.Namespace, request: GenerationRequest, llama: Llama) -> tuple[Llama, Cache, jax.Array | None]:
+    """Return (the model with what the cache needs, the cache, the logits after the prompt that it holds, if it holds one)."""
+    handed = request.handed
+    model_fingerprint = "" if handed is None else kvq.fingerprint(llama)
+    with input_errors():
+        llama = prepare(llama, options.cache, options.calibration, progress=bar)
+        if handed is None:
+            rows = inputs.rows_dtype(options)
+            return llama, inputs.new_cache(options.cache, llama.config, request.capacity, rows, request.placement), None
+    return llama, handover.load(handed, llama, model_fingerprint, request.config), jax.device_put(handed.logits)
 
 
 def _capacity(options: argparse.Namespace, config: LlamaConfig, prompt: int) -> int:
@@ -201,6 +271,7 @@ def footer(done: dict[str, Any]) -> str:
     sparse = (
         f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
     )
+    split = f" on a mesh of {done['mesh']}" if done["mesh"] else ""
     because = f" (no kernel: {done['xla_because']})" if done["xla_because"] else ""
     return (
         f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
@@ -209,6 +280,6 @@ def footer(done: dict[str, Any]) -> str:
         f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens{_END[done['finish']]}; "
         f"{_sampled(done['sampling'])}; weights {done['dtype']}, full-precision rows {done['rows_dtype']}; "
         f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
-        f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}{because}; "
+        f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}{because}{split}; "
         f"layers skipped: {', '.join(map(str, done['skip_layers'])) or 'none'}]"
     )

@@ -25,12 +25,14 @@ from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache, check_held, dims_of
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
+from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import Integers, LengthsB
 from kvq_jax.types.integers import int32
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import cropped, padded
 from kvq_models.llama.model import HiddenBTD, Layer, Llama, QueryBNTH
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.sharding import embedded
 
 FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
 SCORE_CHUNK = 32  # tokens that `score` decodes in one step
@@ -71,13 +73,15 @@ def prefill_program(
 ) -> tuple[Array, Cache]:
     """Run the compiled part of `prefill`, without its checks; for callers that checked, or compile ahead of time."""
     parameters = parameters_for(llama, cache.spec)
-    step = begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters, implementation=implementation)
-    hidden, cache = _advance(llama, step, tokens)
-    if all_logits:
-        return jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan), cache
-    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
-    logits = llama.logits(last)[:, 0]
-    return jnp.where(lengths[:, None] > 0, logits, jnp.nan), cache
+    with crossing(cache.placement) as own:
+        llama, cache, tokens, lengths = own.taken((llama, cache, tokens, lengths))
+        step = begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters, implementation=implementation)
+        hidden, cache = run_layers(llama, step, tokens)
+        if all_logits:
+            return jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan), cache
+        last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+        logits = llama.logits(last)[:, 0]
+        return jnp.where(lengths[:, None] > 0, logits, jnp.nan), cache
 
 
 def decode_step(
@@ -96,14 +100,16 @@ def decode_step(
     Raises ValueError, with the reason, where a named one cannot run, and for another model's cache.
     """
     check_dims(llama, cache)
-    token = jnp.asarray(int32("token", token))
-    tokens = token if token.ndim == 2 else token[:, None]
-    lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
     parameters = parameters_for(llama, cache.spec)
-    step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters, implementation=implementation)
-    hidden, cache = _advance(llama, step, tokens)
-    logits = jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan)
-    return (logits if token.ndim == 2 else logits[:, 0]), cache
+    token = jnp.asarray(int32("token", token))
+    with crossing(cache.placement) as own:
+        llama, cache, token, active = own.taken((llama, cache, token, active))
+        tokens = token if token.ndim == 2 else token[:, None]
+        lengths = None if active is None else jnp.where(active, tokens.shape[1], 0)
+        step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters, implementation=implementation)
+        hidden, cache = run_layers(llama, step, tokens)
+        logits = jnp.where(step.valid[..., None], llama.logits(hidden), jnp.nan)
+        return (logits if token.ndim == 2 else logits[:, 0]), cache
 
 
 def implementations(cache: Cache, implementation: Implementation = None) -> tuple[str, ...]:
@@ -134,10 +140,12 @@ def score(llama: Llama, cache: Cache, tokens: Integers, lengths: Integers | None
 @functools.partial(jax.jit, donate_argnames="cache")
 def score_program(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, Cache]:
     """Run the compiled part of `score`, without its checks."""
-    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    logprobs, cache = decode_scan(llama, cache, tokens, lengths, (following,), _logprobs, min(SCORE_CHUNK, tokens.shape[1]))
-    index = jnp.arange(tokens.shape[1])[None]
-    return jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))), cache
+    with crossing(cache.placement) as own:
+        llama, cache, tokens, lengths = own.taken((llama, cache, tokens, lengths))
+        following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+        logprobs, cache = decode_scan(llama, cache, tokens, lengths, (following,), _logprobs, min(SCORE_CHUNK, tokens.shape[1]))
+        index = jnp.arange(tokens.shape[1])[None]
+        return jnp.pad(jnp.where(index + 1 < lengths[:, None], logprobs, 0)[:, :-1], ((0, 0), (1, 0))), cache
 
 
 def _logprobs(logits: Float[Array, "B T V"], following: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -159,6 +167,14 @@ def decode_scan(
     terms: reduce(logits [B, step, V], *slices of `beside` [B, step, ...]), arrays or trees of arrays [B, step], joined to [B, T], so that
     [B, T, V] logits never exist. Rows have lengths [B] of tokens; logits past them and past the capacity are nan, and nothing is written.
     """
+    with crossing(cache.placement) as own:
+        llama, cache, tokens, lengths, beside = own.taken((llama, cache, tokens, lengths, beside))
+        return _scan_steps(llama, cache, tokens, lengths, beside, reduce, step)
+
+
+def _scan_steps(
+    llama: Llama, cache: Cache, tokens: Array, lengths: LengthsB, beside: tuple[Array, ...], reduce: Callable[..., Any], step: int
+) -> tuple[Any, Cache]:
     length = tokens.shape[1]
     steps = -(-length // step)
     parameters = parameters_for(llama, cache.spec)
@@ -167,24 +183,30 @@ def decode_scan(
     def one(cache: Cache, i: Array) -> tuple[Cache, Any]:
         now, *others = (lax.dynamic_slice_in_dim(a, i * step, step, axis=1) for a in padded)
         begun = begin(cache, step, lengths - i * step, prefill=False, parameters=parameters)
-        hidden, cache = _advance(llama, begun, now)
+        hidden, cache = run_layers(llama, begun, now)
         return cache, reduce(jnp.where(begun.valid[..., None], llama.logits(hidden), jnp.nan), *others)
 
     cache, terms = lax.scan(one, cache, jnp.arange(steps))
     return jax.tree.map(lambda term: jnp.moveaxis(term, 0, 1).reshape(len(tokens), -1)[:, :length], terms), cache
 
 
-def _advance(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
+def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
     """Run all layers over the tokens of a step."""
-    rope = rope_for(llama.config, step.cache.capacity)
-    hidden = llama.embed_tokens(tokens)
+    rope, split = rope_for(llama.config, step.cache.capacity), residual_split(step.cache)
+    hidden = split(embedded(llama, tokens, step.cache.placement))
     for layer in llama.layers:
         own = attention_inputs(layer, hidden, step.positions, step.valid, rope)
         attention, step = append_and_attend(
             step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
         )
-        hidden = finish_layer(layer, hidden, attention)
+        hidden = split(finish_layer(layer, hidden, attention))
     return hidden, finish(step)
+
+
+def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
+    """Return the identity on the residual stream, which every device of a cache's mesh has, but for rows that it does not serve."""
+    placement = cache.placement
+    return (lambda hidden: hidden) if placement is None else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
 
 
 attention_inputs = jax.jit(Layer.attention_inputs)  # layers that are alike are traced and lowered once, here as in _layer_step
@@ -220,6 +242,7 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be [batch, length] with batch {cache.batch} and at least one token, got shape {tokens.shape}")
     check_dims(llama, cache)
+    check_mesh(llama, cache)
     check_held(cache)
     parameters_for(llama, cache.spec)
     lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32) if lengths is None else int32("lengths", lengths)
@@ -241,7 +264,9 @@ def checked_tokens(llama: Llama, cache: Cache, tokens: Integers, lengths: Intege
         parts = f"{held[row]} cached + {new[row]} prompt" + (f" + {new_tokens} new" if new_tokens else "")
         raise ValueError(f"row {row} needs {need[row]} tokens ({parts}), but the cache's capacity is {cache.capacity}")
     # A copy: device_put may take over the caller's memory, which the caller may change while the program still runs.
-    return jax.device_put((padded(ids, new, cache.capacity), np.array(new)))
+    return jax.device_put(
+        (padded(ids, new, cache.capacity), np.array(new)), None if cache.placement is None else cache.placement.everywhere
+    )
 
 
 def check_dims(llama: Llama, cache: Cache) -> None:
@@ -251,6 +276,20 @@ def check_dims(llama: Llama, cache: Cache) -> None:
     different = [f"{n}={getattr(given, n)} and not {getattr(own, n)}" for n in names if getattr(given, n) != getattr(own, n)]
     if different:
         raise ValueError(f"the cache was made for another model: it has {', '.join(different)}")
+
+
+def check_mesh(llama: Llama, cache: Cache) -> None:
+    """Raise ValueError, in one line, where model and cache do not lie on the same devices; inside a caller's jit nobody can tell."""
+    own = getattr(llama.embed[...], "sharding", None)
+    if isinstance(llama.embed[...], Tracer) or own is None:
+        return
+    where, remedy = cache.placement, "kvq_models.shard_llama moves the model, kvq_jax.move the cache"
+    if where is None and len(own.device_set) > 1:
+        raise ValueError(f"the model lies on a mesh of {len(own.device_set)} devices, and the cache does not: {remedy}")
+    if where is not None and own.device_set != where.everywhere.device_set:
+        if len(own.device_set) == 1:
+            raise ValueError(f"the cache lies on a mesh ({where}), and the model does not: {remedy}")
+        raise ValueError(f"the model lies on another mesh than the cache ({where}): {remedy}")
 
 
 def right_padded(sequences: list[list[int]], pad: int = 0) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

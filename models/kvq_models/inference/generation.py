@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache import display
 from kvq_jax.cache.cache import Cache
+from kvq_jax.placement.crossing import crossing
 from kvq_jax.types.array_types import Integers
 from kvq_jax.types.integers import int32
 from kvq_jax.types.pytree import pytree
@@ -148,6 +149,11 @@ def start(
     if not isinstance(lengths, Tracer) and np.asarray(lengths).min() < 1:
         raise ValueError(f"row {np.asarray(lengths).argmin()} has an empty prompt; give at least one token")
     logits, cache = prefill_program(llama, cache, tokens, lengths, False, implementation)
+    return begun(cache, logits, max_new_tokens)
+
+
+def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> GenerationState:
+    """Return the loop's first state: a cache that holds the prompts, and the logits after them."""
     batch, width = cache.batch, bucket(max_new_tokens)
     return GenerationState(
         cache,
@@ -173,6 +179,20 @@ def advance(
 ) -> GenerationState:
     """Generate until `until` tokens exist or every row has ended. One program for `generate`, its stream and ahead-of-time compilation."""
 
+    with crossing(state.cache.placement) as own:
+        llama, state, key, until = own.taken((llama, state, key, until))
+        return _loop(llama, state, key, until, sampling, eos_ids, implementation)
+
+
+def _loop(
+    llama: Llama,
+    state: GenerationState,
+    key: Array,
+    until: Array,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    implementation: Implementation,
+) -> GenerationState:
     def go_on(now: GenerationState) -> Array:
         return (now.step < until) & ~jnp.all(now.ended)
 
@@ -192,4 +212,8 @@ def advance(
             now.finite & (~active | jnp.all(jnp.isfinite(now.logits), axis=-1)),
         )
 
-    return lax.while_loop(go_on, one, state)
+    last = lax.while_loop(go_on, one, state)
+    if last.cache.placement is None:
+        return last
+    read = last.tokens, last.logprobs, last.lengths, last.ended, last.step, last.finite  # by every host
+    return GenerationState(last.cache, last.logits, *lax.with_sharding_constraint(read, last.cache.placement.everywhere))

@@ -9,6 +9,7 @@ import jax
 import kvq_jax as kvq
 from kvq_jax.cache.cache import Cache
 from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
@@ -32,5 +33,10 @@ def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
 
 def working_bytes(cache: Cache) -> int:
     """Return the bytes of the accumulator that flows through the layers of a step; there is one, whatever the number of layers."""
-    accumulators = [p.cross_layer.accumulator(cache.batch, p.regions.body_capacity) for p in cache.plans if p.cross_layer]
-    return max((kvq.nbytes(spec) for spec in accumulators), default=0)
+    return max((kvq.nbytes(spec) for spec in accumulators(cache)), default=0)
+
+
+def accumulators(cache: Cache) -> list[ArraySpec]:
+    """Describe the accumulator of each layer that has one."""
+    layers = ((plan.cross_layer, plan.regions) for plan in cache.plans)
+    return [codec.accumulator(cache.batch, regions.held_capacity * regions.shards) for codec, regions in layers if codec]

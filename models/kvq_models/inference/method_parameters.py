@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvq_jax.cache.cache import CacheDims, dims_of
 from kvq_jax.cache.parameters import parameter_plans, prepare_layer
@@ -25,6 +26,7 @@ from kvq_models.calibration.progress import Progress
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import layer_weights
 from kvq_models.llama.model import Llama
+from kvq_models.llama.sharding import mesh_of_weights
 
 Given = Calibration | str | os.PathLike[str]  # a calibration, or its file
 Purpose = tuple[tuple[str, str], ...]  # (k, v) of every layer: the options that its parameters depend on, "" where it needs none
@@ -61,6 +63,9 @@ def prepare(llama: Llama, spec: CacheSpec | str, calibration: Given | None = Non
     parameters = _parameters(llama, spec, checked, progress)
     if not parameters and not jax.tree.leaves(llama.cache_parameters):
         return llama
+    mesh = mesh_of_weights(llama)
+    if mesh is not None:  # every device rebuilds what it needs, without a collective
+        parameters = jax.device_put(parameters, NamedSharding(mesh, PartitionSpec()))
     prepared = jax.tree.map(lambda leaf: leaf, llama)
     prepared.cache_parameters = nnx.data(parameters)
     return prepared

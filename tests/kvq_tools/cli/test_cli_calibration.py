@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import kvq_jax as kvq
-from kvq_models import calibrate, generate, load_llama, prepare, right_padded, save_calibration, save_llama
+from kvq_models import calibrate, generate, load_calibration, load_llama, prepare, resolved, right_padded, save_calibration, save_llama
 from kvq_models.calibration import fit
 from kvq_tools.cli import main
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -241,3 +241,46 @@ def test_doctor_tells_of_a_calibration_that_is_needed_fits_or_does_not(model, fi
     shutil.copy(model / "config.json", tmp_path)
     bare = run_json("doctor", tmp_path, "--cache", SPEC, "--calibration", file)
     assert "the weights are not in a local directory and were not compared" in bare["facts"]["calibration"]
+
+
+def test_a_cache_that_leaves_open_what_its_calibration_decides_is_told_so(model, tmp_path, run):
+    out, spec = tmp_path / "w.safetensors", "waterfill:bits=2,sink=1,recent=3,block=16"
+    code, printed, _ = run(*request(model, out, spec=spec))
+    assert code == 0
+    used = str(load_calibration(out, load_llama(model)[0], spec).spec)
+    assert "k_widths=" in used
+    assert f"--cache '{used}'" in printed
+    for cache, told in ((spec, True), (used, False)):
+        code, _, err = run("generate", model, "--prompt", PROMPT, "--cache", cache, "--calibration", out, "--max-new-tokens", 2)
+        assert code == 0, err
+        assert (f"--cache '{used}' uses it" in err) == told
+
+
+def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(model, tmp_path, run, run_json):
+    out = tmp_path / "w.safetensors"
+    assert run(*request(model, out, spec="waterfill:bits=4,sink=1,block=16"))[0] == 0
+    sizes = ("--context", 256, "--batch", 2)
+    by_bits = run_json("plan", model, "--calibration", out, "--budget", "3 bits", *sizes)
+    caches = {cache["bits"]: cache for cache in by_bits["caches"]}
+    assert by_bits["chosen"] == caches[3.0]["name"]
+    llama = load_llama(model)[0]
+    assert by_bits["chosen"] == str(resolved("waterfill:bits=3", load_calibration(out, llama, "waterfill")))
+    predicted = [caches[bits]["predicted_kl"] for bits in sorted(caches)]
+    assert predicted == sorted(predicted, reverse=True)
+    assert len(set(predicted)) == len(predicted)
+    size = caches[3.0]["bytes"]
+    assert kvq.nbytes(kvq.layout(by_bits["chosen"], llama.config, 2, 256)) == size
+    for given, allowed in ((size, size), (size - 1, size - 1)):
+        found = run_json("plan", model, "--calibration", out, "--budget", given, *sizes)
+        own = {cache["name"]: cache for cache in found["caches"]}[found["chosen"]]
+        assert own["bytes"] <= allowed
+        assert (own["body_bits_per_element"] >= caches[3.0]["body_bits_per_element"]) == (given == size)
+    _, text, _ = run("plan", model, "--calibration", out, "--budget", "3bits", *sizes)
+    assert f"--cache '{by_bits['chosen']}'" in text
+
+
+@pytest.mark.parametrize(("budget", "message"), [("1KiB", "no cache fits 1.00 KiB"), ("0.2bits", "bits=0.2"), ("much", "much")])
+def test_a_plan_without_a_cache_is_one_line(model, tmp_path, run, budget, message):
+    out = tmp_path / "w.safetensors"
+    assert run(*request(model, out, spec="waterfill:block=16,sink=1"))[0] == 0
+    assert_one_line_error(run("plan", model, "--calibration", out, "--budget", budget), message)

@@ -20,13 +20,9 @@ from tests.methods_table import METHOD_CASES, MethodCase, cases
 
 CONFIG = tiny_config("qwen2", hidden_size=128, head_dim=32)  # a family with a key bias, which one row of the table subtracts
 WITH = ("innerq2", "innerq3_sym", "innerq2_hybrid_prefill", "innerq2_slot", "innerq2_no_bias", "mixed", "squat2", "squat3_pre")
-WITH += ("polar_global", "kvquant3_online")
-MEASURED = (
-    "innerq2",
-    "squat2",
-    "squat3_pre",
-    "polar_global",
-)  # one of each kind; kvquant3_online needs a calibration (test_kvquant_online.py)
+WITH += ("polar_global", "kvquant3_online", "fp8", "fp8_head", "nvfp4", "squat2_rotated_no_bias", "zipcache42", "zipcache83")
+# one of each kind; kvquant3_online needs a calibration (test_kvquant_online.py)
+MEASURED = ("innerq2", "squat2", "squat3_pre", "polar_global", "nvfp4", "zipcache42")
 KIVI, INNERQ, SQUAT = "kivi:recent=8,block=8", "innerq:sink=4,recent=8,block=8,group_size=8", "squat:recent=8,block=8"
 LENGTH = 80
 

@@ -1,0 +1,193 @@
+"""Many requests on one engine against one at a time: requests per second and time to first token at 1 to 8 slots; and how many sequences an
+equal memory holds with dense and quantized caches, counted from their layout.
+
+    python -m benchmarks.serving --model smollm2 --json serving.json
+
+All requests come at once, each with a prompt and a length of its own, greedy and without an end token, so that every way generates the same
+number of tokens. One at a time is `generate`, prompt after prompt; its time to first token is that of a request that waits for those before
+it. Programs are compiled before the clock runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+import kvq_jax as kvq
+from benchmarks.report_file import Report, arguments, header
+from kvq_models import load_llama, prepare
+from kvq_models.inference import generation
+from kvq_models.inference.engine.budget import plan
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import Request, Token
+from kvq_models.inference.padding import bucket
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+
+ALONE = 0  # slots of the row that tells of one request at a time
+GREEDY = Sampling()
+CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingRow:
+    """All requests through `slots` slots; slots 0 is one at a time by `generate`. Seconds from the start on, of each request."""
+
+    cache: str
+    slots: int
+    requests: int
+    new_tokens: int
+    seconds: float
+    first_token: tuple[float, ...]
+    cache_bytes: int
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.requests / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class RoomRow:
+    """How many sequences of `capacity` tokens fit `memory` bytes, the row in which prompts are read counted. Exact."""
+
+    cache: str
+    capacity: int
+    memory: int
+    sequences: int
+    sequence_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingReport(Report):
+    """model: as it was named; prompt and new: the least and the most tokens of a request."""
+
+    model: str
+    capacity: int
+    prompt: tuple[int, ...]
+    new: tuple[int, ...]
+    rows: tuple[ServingRow, ...]
+    room: tuple[RoomRow, ...]
+
+
+def requests_of(count: int, prompt: Sequence[int], new: Sequence[int], vocabulary: int) -> list[Request]:
+    """Return requests of random tokens, the same for the same numbers."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(prompt[0], prompt[1] + 1, count), rng.integers(new[0], new[1] + 1, count)
+    return [Request(tuple(rng.integers(0, vocabulary, n).tolist()), int(most)) for n, most in zip(*lengths, strict=True)]
+
+
+def through_slots(llama: Llama, cache: str, slots: int, capacity: int, requests: Sequence[Request]) -> ServingRow:
+    """Serve all requests through an engine, which is compiled first."""
+    engine = Engine(llama, cache, slots=slots, capacity=capacity, queue_limit=len(requests))
+    engine.warm_up()
+    started, first = time.perf_counter(), dict[int, float]()
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        events = engine.advance()
+        passed = time.perf_counter() - started
+        for event in events:
+            if isinstance(event, Token):
+                first.setdefault(event.ticket, passed)
+    seconds = time.perf_counter() - started
+    tokens = engine.counts.new_tokens
+    return ServingRow(cache, slots, len(requests), tokens, seconds, tuple(first[t] for t in sorted(first)), engine.nbytes)
+
+
+def one_at_a_time(llama: Llama, cache: str, capacity: int, requests: Sequence[Request]) -> ServingRow:
+    """Generate for one request after another; every prompt and the loop run once before, so that they are compiled."""
+    size = kvq.nbytes(kvq.layout(cache, llama.config, 1, capacity))
+
+    def generated(request: Request, most: int) -> float:
+        """Return the seconds to the first token, once all are there."""
+        began = time.perf_counter()
+        empty = kvq.init_cache(cache, llama.config, 1, capacity)
+        state = jax.block_until_ready(generation.start(llama, empty, [request.prompt], None, request.max_new_tokens, GREEDY))
+        state = generation.advance(llama, state, jax.random.key(0), np.int32(1), GREEDY, ())
+        jax.block_until_ready(state.tokens)
+        first = time.perf_counter() - began
+        if most > 1:
+            jax.block_until_ready(generation.advance(llama, state, jax.random.key(0), np.int32(most), GREEDY, ()))
+        return first
+
+    widths = {(bucket(len(r.prompt)), bucket(r.max_new_tokens)): r for r in requests}
+    for request in widths.values():
+        generated(request, 2)
+    started, first = time.perf_counter(), []
+    for request in requests:
+        waited = time.perf_counter() - started
+        first.append(waited + generated(request, request.max_new_tokens))
+    seconds, tokens = time.perf_counter() - started, sum(request.max_new_tokens for request in requests)
+    return ServingRow(cache, ALONE, len(requests), tokens, seconds, tuple(first), size)
+
+
+def room_of(cache: str, config: LlamaConfig, capacity: int, memory: int) -> RoomRow:
+    """Count the sequences that fit. Nothing is allocated."""
+    one, two = (plan(cache, config, slots=slots, capacity=capacity, dtype="bfloat16").nbytes for slots in (1, 2))
+    each = two - one
+    return RoomRow(cache, capacity, memory, max(0, (memory - one) // each + 1), each)
+
+
+def lines_of(report: ServingReport) -> list[str]:
+    """Return the report as lines of text."""
+    found = [f"{'cache':<14} {'slots':>8} {'requests/s':>11} {'tokens/s':>9} {'first token, median':>20} {'most':>8} {'times one':>10}"]
+    for row in report.rows:
+        alone = next((one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None)
+        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
+        median, most = np.median(row.first_token), max(row.first_token)
+        slots = "generate" if row.slots == ALONE else str(row.slots)
+        found.append(
+            f"{row.cache:<14} {slots:>8} {row.requests_per_second:>11.3f} {row.new_tokens / row.seconds:>9.1f} "
+            f"{median:>18.2f} s {most:>6.2f} s {times:>10}"
+        )
+    found += ["", f"{'cache':<14} {'sequences':>10} of {report.capacity} tokens in {report.room[0].memory / 2**30:g} GiB, bfloat16 rows"]
+    found += [f"{row.cache:<14} {row.sequences:>10}   {row.sequence_bytes} bytes each" for row in report.room]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--model", default="smollm2", help="a checkpoint (default: %(default)s)")
+    parser.add_argument("--cache", nargs="+", default=list(CACHES), metavar="SPEC", help="caches (default: %(default)s)")
+    parser.add_argument("--slots", nargs="*", type=int, default=[1, 2, 4, 8], metavar="B", help="slots (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests, all at once (default: %(default)s)")
+    parser.add_argument("--prompt", nargs=2, type=int, default=[32, 256], metavar="N", help="least and most tokens (default: %(default)s)")
+    parser.add_argument("--new", nargs=2, type=int, default=[32, 64], metavar="N", help="least and most tokens (default: %(default)s)")
+    parser.add_argument("--capacity", type=int, default=1024, metavar="S", help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--memory", type=float, default=1, metavar="GIB", help="GiB that sequences share (default: %(default)s)")
+    parser.add_argument("--json", metavar="F", help="write the report, with the times of every request")
+    args = parser.parse_args(argv)
+    most = args.prompt[1] + args.new[1]
+    if args.requests < 1 or min(args.prompt[0], args.new[0]) < 1 or most > args.capacity or any(slots < 1 for slots in args.slots):
+        parser.error(f"requests, slots and tokens are at least 1, and {most} tokens must fit --capacity {args.capacity}")
+    plain, _ = load_llama(args.model, dtype="float32")
+    requests = requests_of(args.requests, args.prompt, args.new, plain.config.vocab_size)
+    rows = []
+    for cache in args.cache if args.slots else ():
+        llama = prepare(plain, cache)
+        rows.append(one_at_a_time(llama, cache, args.capacity, requests))
+        rows += [through_slots(llama, cache, slots, args.capacity, requests) for slots in args.slots]
+    memory = int(args.memory * 2**30)
+    report = ServingReport(
+        title="Requests through slots of one cache",
+        model=args.model,
+        capacity=args.capacity,
+        prompt=tuple(args.prompt),
+        new=tuple(args.new),
+        rows=tuple(rows),
+        room=tuple(room_of(cache, plain.config, args.capacity, memory) for cache in args.cache),
+        **header(("benchmarks.serving", *arguments(argv))),
+    )
+    print("\n".join(lines_of(report)))
+    if args.json:
+        report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()

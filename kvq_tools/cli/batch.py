@@ -1,0 +1,237 @@
+"""Many prompts of a file through one engine: answers are written as they come, and a run that was cut goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import filelock
+
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import Ended, Request, Token
+from kvq_models.inference.sampling import Sampling
+from kvq_models.llama.config import LlamaConfig
+from kvq_tools.cli import engines, inputs, interruption
+from kvq_tools.cli.console import UserError, bar, check_finite, format_bytes, input_errors, print_json
+from kvq_tools.cli.continuation import Continuation
+from kvq_tools.cli.tables import print_line
+
+CAPACITY_STEP, QUEUE = 64, 64
+OWN = {"temperature": (int, float), "top_k": int, "top_p": (int, float), "min_p": (int, float), "max_new_tokens": int, "seed": int}
+PROMPTS = ("prompt", "prompt_ids", "messages")
+_FINISH = {"ended": "ended", "length": "max-new-tokens", "not-finite": "not-finite"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A line of the file. key: a digest of the request and of what else decides its answer."""
+
+    id: str | int
+    key: str
+    request: Request
+
+
+def run(options: argparse.Namespace) -> None:
+    """Answer the prompts of --prompts that --out does not have yet."""
+    config = inputs.read_config(options.model, options.cache)
+    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    tokenizer = inputs.load_tokenizer(options.model)
+    items = read_items(options, config, tokenizer)
+    with _answers(Path(options.out)) as (before, out):
+        pending = _pending(options.out, items, before)
+        started, size, tokens, lost = time.monotonic(), None, 0, 0
+        if pending:
+            need = max(len(item.request.prompt) + item.request.max_new_tokens for item in pending)
+            size = engines.size_of(options, config, _capacity(need, config))
+            if need > size.capacity:
+                raise UserError(f"the longest prompt and its new tokens are {need} tokens, and the capacity is {size.capacity}")
+            inputs.warn_beyond(need, config)
+            longest = max(len(item.request.prompt) for item in pending)
+            engine = engines.loaded(options, size, QUEUE, longest=longest)
+            started = time.monotonic()
+            with interruption.advised("run the same command again to go on"):
+                shown = bar(pending, "generating answers")
+                for _, (item, ids, reason) in zip(shown, answered(engine, pending), strict=True):
+                    text = None if tokenizer is None else Continuation(tokenizer, list(item.request.prompt), config.eos_token_ids).text(ids)
+                    _write(out, item, ids, reason, text)
+                    tokens, lost = tokens + len(ids), lost + (reason == "not-finite")
+    seconds = time.monotonic() - started
+    done: dict[str, Any] = {
+        "model": options.model,
+        "cache": str(options.cache),
+        "prompts": len(items),
+        "answered_before": len(items) - len(pending),
+        "answered": len(pending),
+        "new_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if tokens else None,
+        "slots": size.slots if size else None,
+        "capacity": size.capacity if size else None,
+        "cache_bytes": size.nbytes if size else None,
+        "out": options.out,
+    }
+    if options.json:
+        print_json("batch", done)
+    else:
+        print_line(_in_words(done))
+    check_finite([f"{options.cache} ({lost} answers)"] if lost else [])
+
+
+def answered(engine: Engine, items: list[Item]) -> Iterator[tuple[Item, list[int], str]]:
+    """Yield (item, its tokens, why it ended) as answers end."""
+    waiting, held, drawn = list(reversed(items)), dict[int, Item](), dict[int, list[int]]()
+    while waiting or not engine.idle:
+        while waiting and engine.waiting < engine.queue_limit:
+            item = waiting.pop()
+            ticket = engine.submit(item.request)
+            held[ticket], drawn[ticket] = item, []
+        for event in engine.advance():
+            if isinstance(event, Token):
+                drawn[event.ticket].append(event.token)
+            elif isinstance(event, Ended):
+                yield held.pop(event.ticket), drawn.pop(event.ticket), event.reason
+
+
+def read_items(options: argparse.Namespace, config: LlamaConfig, tokenizer: Any) -> list[Item]:
+    """Read and check every line before any work is done. UserError names the line."""
+    base = inputs.checked_sampling(options)
+    settings = [options.model, str(options.cache), inputs.model_dtype(options), inputs.rows_dtype(options), options.calibration]
+    items: list[Item] = []
+    for number, line in enumerate(inputs.read_text(options.prompts).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+            request = _request({"prompt": given} if isinstance(given, str) else given, options, config, tokenizer, base)
+            request.check(config.vocab_size, options.capacity or max(len(request.prompt) + request.max_new_tokens, 1))
+        except (UserError, ValueError, RecursionError) as error:
+            raise UserError(f"{options.prompts}, line {number}: {error}") from error
+        name = given.get("id", number - 1) if isinstance(given, dict) else number - 1
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            raise UserError(f"{options.prompts}, line {number}: id must be a text or an integer, got {name!r}")
+        digest = hashlib.sha256(json.dumps([settings, dataclasses.astuple(request)]).encode()).hexdigest()[:16]
+        items.append(Item(name, digest, request))
+    if not items:
+        raise UserError(f"{options.prompts!r} has no prompts")
+    names = [item.id for item in items]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise UserError(f"{options.prompts!r} has two prompts with the id {twice!r}")
+    return items
+
+
+def _request(given: Any, options: argparse.Namespace, config: LlamaConfig, tokenizer: Any, base: Sampling) -> Request:
+    if not isinstance(given, dict):
+        raise ValueError("a line is a text in quotes or an object")
+    unknown = sorted(set(given) - {"id", *PROMPTS, *OWN})
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; there are id, {', '.join((*PROMPTS, *OWN))}")
+    kinds = [name for name in PROMPTS if name in given]
+    if len(kinds) != 1:
+        raise ValueError(f"give one of {', '.join(PROMPTS)}")
+    for name, kind in OWN.items():
+        if name in given and (not isinstance(given[name], kind) or isinstance(given[name], bool)):
+            raise ValueError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {given[name]!r}")
+    rule = dataclasses.replace(base, **{name: given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given})
+    new = given.get("max_new_tokens", options.max_new_tokens)
+    if new < 1:
+        raise ValueError(f"max_new_tokens={new} must be at least 1")
+    prompt = _prompt(kinds[0], given[kinds[0]], options.chat, tokenizer)
+    return Request(prompt, new, rule, given.get("seed", options.seed), end_ids=config.eos_token_ids)
+
+
+def _prompt(kind: str, value: Any, chat: bool, tokenizer: Any) -> tuple[int, ...]:
+    if kind == "prompt_ids":
+        if not isinstance(value, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+            raise ValueError("prompt_ids must be a list of integers")
+        return tuple(value)
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer; give prompt_ids")
+    if kind == "prompt":
+        if not isinstance(value, str):
+            raise ValueError(f"prompt must be a text, got {value!r}")
+        return tuple(inputs.encode(tokenizer, value, chat=chat))
+    texts = isinstance(value, list) and all(
+        isinstance(message, dict) and set(message) == {"role", "content"} and all(isinstance(text, str) for text in message.values())
+        for message in value
+    )
+    if not texts or not value:
+        raise ValueError("messages must be a list of objects with role and content, both texts")
+    return tuple(inputs.encode_rendered(tokenizer, inputs.render_chat(tokenizer, value)))
+
+
+@contextlib.contextmanager
+def _answers(path: Path) -> Iterator[tuple[dict[str | int, str], BinaryIO]]:
+    """Yield (the keys of the answers that a file has, by id; the file, to be written at its end). A line that was cut short is taken away.
+
+    UserError where the file is not one of answers, or another process writes to it.
+    """
+    with input_errors(), contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0))
+        except filelock.Timeout:
+            raise UserError(f"another process writes to {str(path)!r}") from None
+        stack.callback(path.with_name(f".{path.name}.lock").unlink, missing_ok=True)
+        file = stack.enter_context(open(path, "a+b"))
+        file.seek(0)
+        content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        found: dict[str | int, str] = {}
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                answer = json.loads(line)
+                found[answer["id"]] = answer["key"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{str(path)!r}, line {number}, is no answer of kvq generate; name another file") from None
+        if not whole and content and not content.startswith(b'{"id": '):
+            raise UserError(f"{str(path)!r} is no file of answers; name another one")
+        file.truncate(len(whole))
+        file.seek(len(whole))
+        yield found, file
+
+
+def _pending(path: str, items: list[Item], before: dict[str | int, str]) -> list[Item]:
+    for item in items:
+        if before.get(item.id, item.key) != item.key:
+            raise UserError(f"{path!r} has an answer with the id {item.id!r} to another prompt, or of other settings; name another file")
+    return [item for item in items if item.id not in before]
+
+
+def _write(out: BinaryIO, item: Item, ids: list[int], reason: str, text: str | None) -> None:
+    answer = {
+        "id": item.id,
+        "key": item.key,
+        "text": text,
+        "tokens": ids,
+        "finish": _FINISH[reason],
+        "prompt_tokens": len(item.request.prompt),
+        "new_tokens": len(ids),
+    }
+    out.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def _capacity(need: int, config: LlamaConfig) -> int:
+    longest = config.sliding_window
+    rounded = inputs.round_up(need, CAPACITY_STEP)
+    return rounded if longest is None else max(need, min(rounded, longest))
+
+
+def _in_words(done: dict[str, Any]) -> str:
+    before = f", {done['answered_before']} were there" if done["answered_before"] else ""
+    if not done["answered"]:
+        return f"[{done['prompts']} prompts{before}; nothing to do]"
+    return (
+        f"[{done['answered']} of {done['prompts']} prompts answered{before}; {done['new_tokens']} new tokens in {done['seconds']:.1f} s, "
+        f"{done['tokens_per_second'] or 0:.1f} tokens/s; {done['slots']} slots of {done['capacity']} tokens with {done['cache']}, "
+        f"{format_bytes(done['cache_bytes'])}; {done['out']}]"
+    )

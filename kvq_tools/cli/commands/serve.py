@@ -1,0 +1,126 @@
+"""`kvq serve`: a model for many clients at a time, with OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+from typing import Any
+
+from kvq_models.inference.engine.budget import SLOTS, Budget
+from kvq_models.inference.engine.engine import QUEUE_LIMIT
+from kvq_tools.cli import engines, inputs, interruption
+from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
+from kvq_tools.cli.tables import print_line
+
+DESCRIPTION = f"""\
+Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and beside them /health
+and /metrics (for Prometheus). Requests come and go in slots of one cache whose size never changes: {SLOTS} slots of the model's
+full length, or what fits --memory. What does not fit waits in a queue, and what does not fit there is refused at once.
+Ctrl-C or SIGTERM ends the server when the requests that it has accepted are answered."""
+
+EPILOG = f"""\
+examples:
+  kvq serve smollm2 --cache kivi:bits=4
+  kvq serve path/to/Llama-3.2-1B-Instruct --cache kivi:bits=2 --memory 8GiB --host 0.0.0.0 --api-key "$KEY"
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+      -d '{{"model": "smollm2", "messages": [{{"role": "user", "content": "Name three rivers."}}], "stream": true}}'
+
+Which fields of a request are served: docs/serving.md.
+
+{inputs.CACHE_GRAMMAR}"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--cache", metavar="SPEC", type=inputs.cache_spec, default="dense", help="the cache (default: dense)")
+    inputs.add_calibration(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s, this machine alone)")
+    parser.add_argument("--port", type=_port, default=8000, help="the port; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--api-key", metavar="KEY", help="what clients must send as bearer token (default: $KVQ_API_KEY, else none)")
+    parser.add_argument("--name", help="the model's name for clients (default: MODEL, of a path its last part)")
+    parser.add_argument("--chat-template", metavar="F", help="a file with a chat template in Jinja, in place of the tokenizer's own")
+    engines.add_size(parser)
+    parser.add_argument(
+        "--queue", metavar="N", type=inputs.positive, default=QUEUE_LIMIT, help="requests that may wait (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prefix-memory",
+        metavar="BYTES",
+        type=inputs.byte_size,
+        default=512 << 20,
+        help="host memory for prompts that were read, so that requests that begin alike reuse them; 0 keeps none (default: 512MiB)",
+    )
+    parser.add_argument(
+        "--max-body", metavar="BYTES", type=inputs.byte_size, default=8 << 20, help="the largest request body, such as 8MiB (default: 8MiB)"
+    )
+    inputs.add_implementation(parser)
+    inputs.add_dtype(parser, rows="bfloat16 rows")
+
+
+def run(options: argparse.Namespace) -> None:
+    try:
+        from kvq_tools.serving.app import create_app
+        from kvq_tools.serving.metrics import Metrics
+        from kvq_tools.serving.server import bound_socket, serve
+        from kvq_tools.serving.service import Limits, Service
+        from kvq_tools.serving.worker import Worker
+    except ImportError as error:
+        raise UserError(f"kvq serve needs the extra serve ({error}): pip install 'kvq-jax[serve]'") from error
+    logging.basicConfig(format="kvq: %(levelname)s: %(message)s")
+    api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
+    if api_key == "":
+        raise UserError("the API key is empty; leave --api-key and KVQ_API_KEY out to serve without one")
+    config = inputs.read_config(options.model, options.cache)
+    inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
+    tokenizer = inputs.need_tokenizer(options.model, "serve text")
+    template = None if options.chat_template is None else inputs.read_text(options.chat_template)
+    size = engines.size_of(options, config)
+    with input_errors():
+        bound = bound_socket(options.host, options.port)
+    engine = engines.loaded(options, size, options.queue, wait=False, prefix_memory=options.prefix_memory)
+    metrics = Metrics()
+    worker = Worker(engine, metrics.first_token.observe)
+    metrics.watch(worker)
+    name = options.name or options.model.rstrip("/").rpartition("/")[2]
+    service = Service(worker, tokenizer, name, metrics, chat_template=template, limits=Limits(body=options.max_body))
+    told = _told(options, name, size, bound)
+    with interruption.spared():
+        serve(create_app(service, api_key), worker, bound, lambda: _tell(options, told))
+    if not options.json:
+        print_line(f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers; stopped]")
+    if engine.compiling:
+        interruption.leave(0)  # an interpreter that is torn down beside a compiler crashes
+
+
+def _told(options: argparse.Namespace, name: str, size: Budget, bound: socket.socket) -> dict[str, Any]:
+    host, port = bound.getsockname()[:2]
+    return {
+        "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        "model": options.model,
+        "name": name,
+        "cache": str(options.cache),
+        "slots": size.slots,
+        "capacity": size.capacity,
+        "cache_bytes": size.nbytes,
+        "queue": options.queue,
+        "prefix_memory": options.prefix_memory,
+    }
+
+
+def _tell(options: argparse.Namespace, told: dict[str, Any]) -> None:
+    if options.json:
+        print_json("serve", told)
+        return
+    print_line(
+        f"[serving {told['name']} at {told['url']}/v1: {told['slots']} slots of {told['capacity']} tokens with {told['cache']}, "
+        f"{format_bytes(told['cache_bytes'])}; up to {told['queue']} more wait]"
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port, from 0 to 65535")
+    return int(text)

@@ -1,0 +1,115 @@
+"""One choice of an answer as it grows: an engine's events go in, pieces of text with their tokens come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from kvq_models.inference.engine.requests import Ended, Event, Likely, PromptRead, Request, Token
+from kvq_tools.serving.text import GrowingText, Stops
+
+Finish: TypeAlias = Literal["stop", "length", "failed", "cancelled"]
+
+_FINISH: dict[str, Finish] = {"ended": "stop", "length": "length", "cancelled": "cancelled"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenInText:
+    """A token, its log-probability (None where nothing came before it), what else was likely, and where its text begins."""
+
+    token: int
+    logprob: float | None
+    likely: Likely
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of choice `index` with the tokens that begin in it. The last piece tells why it ends, and how many tokens were drawn."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenInText, ...] = ()
+    finish: Finish | None = None
+    drawn: int = 0
+    failure: str = ""
+
+
+class Answer:
+    """The text of one choice. `send` is called with each piece, in the thread that calls `take`.
+
+    With `echo` the first piece is the prompt. stops: texts that end the answer.
+    """
+
+    def __init__(self, index: int, request: Request, tokenizer: Any, stops: Sequence[str], echo: bool, send: Callable[[Piece], None]):
+        self.index, self.request, self.echo, self.send = index, request, echo, send
+        self.done = False
+        self._tokenizer = tokenizer
+        self._text = GrowingText(tokenizer, request.prompt)
+        self._stops = Stops(tuple(stops))
+        self._waiting: list[TokenInText] = []  # tokens whose text is not certain yet
+        self._decoded = self._sent = 0  # characters
+        self._drawn = 0
+
+    def take(self, event: Event) -> bool:
+        """Send what an event brings. Return whether the answer is done; further events have no effect."""
+        if self.done:
+            return True
+        match event:
+            case PromptRead():
+                self._prompt(event)
+            case Token():
+                self._token(event)
+            case Ended(reason="not-finite"):
+                self.fail("the model computed numbers that are not finite (nan or inf)")
+            case Ended(reason=reason):
+                self._finish(_FINISH[reason])
+        return self.done
+
+    def fail(self, message: str) -> None:
+        """End the answer with what went wrong."""
+        if not self.done:
+            self.done = True
+            self.send(Piece(self.index, "", finish="failed", drawn=self._drawn, failure=message))
+
+    def _prompt(self, event: PromptRead) -> None:
+        if not self.echo:
+            return
+        text, prompt = GrowingText(self._tokenizer, ()), self.request.prompt
+        parts, tokens, at = [], [], 0
+        for i, token in enumerate(prompt):
+            if event.logprobs:
+                tokens.append(TokenInText(token, event.logprobs[i] if i else None, event.likely[i], at))
+            parts.append(text.add(token))
+            at += len(parts[-1])
+        whole = "".join(parts) + text.rest()
+        self._decoded = self._sent = len(whole)
+        self.send(Piece(self.index, whole, tuple(tokens)))
+
+    def _token(self, event: Token) -> None:
+        self._drawn += 1
+        if event.token in self.request.end_ids:
+            return  # it only says that the text ends
+        self._waiting.append(TokenInText(event.token, event.logprob, event.likely, self._decoded))
+        new = self._text.add(event.token)
+        self._decoded += len(new)
+        certain, stopped = self._stops.add(new)
+        if stopped:
+            self._send(certain, "stop")
+        elif certain:
+            self._send(certain)
+
+    def _finish(self, finish: Finish) -> None:
+        rest = self._text.rest()
+        self._decoded += len(rest)
+        certain, stopped = self._stops.add(rest)
+        self._send(certain if stopped else certain + self._stops.rest(), "stop" if stopped else finish)
+
+    def _send(self, text: str, finish: Finish | None = None) -> None:
+        self._sent += len(text)
+        self.done = finish is not None
+        # Tokens without text, such as the first half of a character, come with the text after them, or with the end.
+        ready = [token for token in self._waiting if token.offset < self._sent or (finish == "length" and token.offset <= self._sent)]
+        self._waiting = [token for token in self._waiting if token not in ready]
+        self.send(Piece(self.index, text, tuple(ready), finish, self._drawn))

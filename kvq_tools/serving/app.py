@@ -1,0 +1,202 @@
+"""The routes of the server: OpenAI's API, health, metrics, and a page to chat with and to watch them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import importlib.resources
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from openai.types import Model
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import ClientDisconnect
+
+from kvq_tools.serving import errors, fields
+from kvq_tools.serving.errors import ApiError
+from kvq_tools.serving.service import Pending, Service
+from kvq_tools.serving.wire import ChatWire, CompletionWire
+
+CLIENT_GONE = 499  # as nginx counts: nobody reads it
+PAGE_POLICY = (  # the page reaches this server and nothing else
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def create_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """Return the application. With `api_key`, every path but /health and the page, which holds nothing, asks for it."""
+    app = FastAPI(title="kvq", openapi_url=None)  # OpenAI's own description is the one that clients know
+    created = int(time.time())
+
+    def authorized(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise errors.no_key()
+        if not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise errors.wrong_key()
+
+    guarded = APIRouter(dependencies=[Depends(authorized)])
+
+    def model() -> dict[str, Any]:
+        return Model(id=service.name, object="model", created=created, owned_by="kvq").model_dump(exclude_unset=True)
+
+    @guarded.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model()]})
+
+    @guarded.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        if name != service.name:
+            raise errors.no_such_model(name)
+        return JSONResponse(model())
+
+    @guarded.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        asked = await _fields(request, fields.CompletionFields)
+        pending = await service.completion(asked)
+        return await _respond(request, asked, pending, CompletionWire(service.name, service.tokenizer, asked.logprobs))
+
+    @guarded.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        asked = await _fields(request, fields.ChatFields)
+        pending = await service.chat(asked)
+        return await _respond(request, asked, pending, ChatWire(service.name, service.tokenizer, bool(asked.logprobs)))
+
+    @guarded.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        worker = service.worker
+        state = {"status": worker.failure or "ok", "slots": worker.engine.slots, "busy": worker.engine.busy, "waiting": worker.waiting}
+        return JSONResponse(state, status_code=503 if worker.failure else 200)
+
+    page = (importlib.resources.files("kvq_tools.serving") / "page.html").read_bytes()
+
+    @app.get("/")
+    async def index() -> Response:
+        return Response(page, media_type="text/html", headers={"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"})
+
+    async def _fields(request: Request, kind: Any) -> Any:
+        asked = fields.read(kind, await _json(request, service))
+        if asked.model != service.name:
+            raise errors.no_such_model(asked.model)
+        return asked
+
+    app.include_router(guarded)
+    _handle_errors(app)
+    app.add_middleware(_Counted, service=service)
+    return app
+
+
+class _Counted:
+    """Counts responses by path and status."""
+
+    def __init__(self, app: Any, service: Service):
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")  # of a path that nobody serves there may be any number
+                self._service.metrics.responses.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    def told(error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return told(error)
+
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404:
+            return told(ApiError(404, f"Invalid URL ({request.method} {request.url.path})", code="unknown_url"))
+        if error.status_code == 405:
+            return told(ApiError(405, f"Not allowed to {request.method} on {request.url.path}.", code="method_not_supported"))
+        return told(ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        return told(ApiError(500, "The server had an error while processing your request.", kind="server_error"))
+
+
+async def _json(request: Request, service: Service) -> Any:
+    """Return the body as JSON. Raises ApiError where it is too large, too slow, or no JSON in UTF-8."""
+    limit = service.limits.body
+
+    async def read() -> bytes:
+        body = bytearray()
+        if int(request.headers.get("content-length", "0")) > limit:  # h11 and httptools refuse what is no number
+            raise errors.too_large(limit)
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise errors.too_large(limit)
+        return bytes(body)
+
+    try:
+        body = await asyncio.wait_for(read(), service.limits.body_seconds)
+        return json.loads(body.decode("utf-8"))
+    except TimeoutError:
+        raise ApiError(408, f"The request body did not arrive within {service.limits.body_seconds:g} s.") from None
+    except (ValueError, RecursionError) as error:
+        message = f"We could not parse the JSON body of your request: {str(error) or 'it is nested too deeply'}"
+        raise ApiError(400, message, code="invalid_json") from None
+
+
+async def _respond(request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire) -> Response:
+    if asked.stream:
+        return StreamingResponse(
+            _events(request, asked, pending, wire), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+    choices: list[list[Any]] = [[] for _ in range(pending.choices)]
+    async with contextlib.aclosing(pending.pieces(request)) as pieces:
+        async for piece in pieces:
+            choices[piece.index].append(piece)
+    if not all(pieces and pieces[-1].finish for pieces in choices):
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse(wire.whole(choices, pending.usage))
+
+
+async def _events(request: Request, asked: Any, pending: Pending, wire: CompletionWire | ChatWire) -> AsyncIterator[str]:
+    """Yield server-sent events: a chunk for each piece, then the usage where it is asked for, then [DONE]."""
+    beside = {"usage": None} if asked.usage_in_stream else {}
+    try:
+        for index in range(pending.choices):
+            for opening in wire.opening(index):
+                yield _event(opening | beside)
+        async with contextlib.aclosing(pending.pieces(request)) as pieces:
+            async for piece in pieces:
+                if piece.text or piece.tokens or piece.finish:
+                    yield _event(wire.chunk(piece) | beside)
+        if asked.usage_in_stream:
+            yield _event(wire.usage_chunk(pending.usage))
+    except ApiError as error:
+        yield _event(error.body)
+        return
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

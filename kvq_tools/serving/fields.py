@@ -1,0 +1,174 @@
+"""What clients may ask for: every field of OpenAI's two requests is served, or refused where it asks for something; none is ignored.
+
+A refused field may have the values that change nothing: `frequency_penalty: 0`, `tools: []`. docs/serving.md lists them all.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvq_models.inference.row_sampling import MOST_ALTERNATIVES
+from kvq_models.inference.sampling import Sampling
+from kvq_tools.serving import errors
+
+MOST_CHOICES = 16
+MOST_COMPLETION_ALTERNATIVES = 5
+MOST_STOPS = 4
+COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are refused, and the values of them that ask for nothing
+    "audio": (None,),
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True, False),  # of tools, which are refused
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "prompt_cache_key": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None,),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Fields):
+    """include_usage: tell the usage in one more chunk at the end."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Common(_Fields):
+    """The fields that both requests have. `top_k` and `min_p` are not OpenAI's. `user` is only a label."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    user: str | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """OpenAI's temperature is 1 where none is given. JSON's 1 is an int."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(float(temperature), self.top_k or 0, float(self.top_p or 1), float(self.min_p or 0))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionFields(Common):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_COMPLETION_ALTERNATIVES)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt by itself. A list of numbers is one prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        numbers = [entry for entry in self.prompt if isinstance(entry, int)]
+        return [numbers] if numbers else [entry for entry in self.prompt if not isinstance(entry, int)]
+
+
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Fields):
+    """One message of a conversation. A developer's message counts as the system's."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def plain(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatFields(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
+    """Return the checked fields of a request. Raises ApiError in OpenAI's words, naming the field."""
+    if not isinstance(given, dict):
+        raise errors.ApiError(400, "The request body must be a JSON object.")
+    served = kind.model_fields
+    for name, value in given.items():
+        if name in served:
+            continue
+        if name not in NEUTRAL:
+            raise errors.unrecognized(name)
+        if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
+            raise errors.unsupported(name, value)
+    try:
+        fields = kind.model_validate({name: value for name, value in given.items() if name in served})
+    except pydantic.ValidationError as failure:
+        raise _first(failure) from None
+    if len(fields.stops) > MOST_STOPS or not all(fields.stops):
+        raise errors.invalid("stop", f"give up to {MOST_STOPS} texts, none of them empty")
+    if fields.stream_options is not None and not fields.stream:
+        raise errors.invalid("stream_options", "it is only allowed where 'stream' is true")
+    if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
+        raise errors.invalid("top_logprobs", "it is only allowed where 'logprobs' is true")
+    return fields
+
+
+def _first(failure: pydantic.ValidationError) -> errors.ApiError:
+    """Return the first of pydantic's errors; of a union's, those of the member that came furthest."""
+    found = max(failure.errors(include_url=False), key=lambda error: len(error["loc"]))
+    parts = [part for part in found["loc"] if isinstance(part, int) or not any(c in str(part) for c in "[(")]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part not in ("str", "int")).lstrip(".")
+    if found["type"] == "missing":
+        return errors.ApiError(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+    if found["type"] == "extra_forbidden":
+        return errors.unrecognized(name)
+    code = "invalid_type" if found["type"].endswith("_type") else "invalid_value"
+    return errors.invalid(name, found["msg"], code)

@@ -1,0 +1,130 @@
+"""From a client's fields to answers: prompts become requests, requests become jobs of the worker, and pieces come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from kvq_models.inference.engine.requests import CapacityError, QueueFullError, Request
+from kvq_tools.serving import errors
+from kvq_tools.serving.answer import Answer, Piece
+from kvq_tools.serving.fields import COMPLETION_TOKENS, ChatFields, CompletionFields
+from kvq_tools.serving.metrics import Metrics
+from kvq_tools.serving.prompts import Prompts
+from kvq_tools.serving.wire import Usage
+from kvq_tools.serving.worker import Job, Stopping, Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """body: bytes of a request. body_seconds: for its arrival."""
+
+    body: int = 8 << 20
+    body_seconds: float = 60
+
+
+class Service:
+    """A model that answers. name: as clients ask for it."""
+
+    def __init__(
+        self, worker: Worker, tokenizer: Any, name: str, metrics: Metrics, *, chat_template: str | None = None, limits: Limits = Limits()
+    ):
+        self.worker, self.tokenizer, self.name, self.metrics, self.limits = worker, tokenizer, name, metrics, limits
+        self.prompts = Prompts(tokenizer, chat_template)
+        self._end_ids = tuple(worker.engine.llama.config.eos_token_ids)
+
+    @property
+    def capacity(self) -> int:
+        return self.worker.engine.capacity
+
+    async def completion(self, fields: CompletionFields) -> Pending:
+        """Turn the fields into requests: one for each prompt and choice. Raises ApiError."""
+        prompts = [await self.prompts.of_text(one) if isinstance(one, str) else tuple(one) for one in fields.prompts]
+        if not prompts:
+            raise errors.invalid("prompt", "give at least one")
+        alternatives = fields.logprobs or 0
+        limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+        scored = bool(fields.echo) and fields.logprobs is not None
+        requests = [
+            request for prompt in prompts for request in self._requests(prompt, fields, limit, alternatives=alternatives, scored=scored)
+        ]
+        return self._pending(requests, prompts, fields, echo=bool(fields.echo))
+
+    async def chat(self, fields: ChatFields) -> Pending:
+        """Turn the fields into requests: one for each choice. Raises ApiError."""
+        prompt = await self.prompts.of_chat([message.plain for message in fields.messages])
+        room = self.capacity - len(prompt)
+        if room < 1:
+            raise errors.of_refusal(CapacityError(len(prompt), 1, self.capacity))
+        limit = room if fields.limit is None else fields.limit
+        requests = self._requests(prompt, fields, limit, alternatives=fields.top_logprobs or 0)
+        return self._pending(requests, [prompt], fields, echo=False)
+
+    def _requests(
+        self, prompt: tuple[int, ...], fields: CompletionFields | ChatFields, limit: int, *, alternatives: int, scored: bool = False
+    ) -> list[Request]:
+        seed = secrets.randbits(32) if fields.seed is None else fields.seed % (1 << 32)
+        return [
+            Request(prompt, limit, fields.sampling, seed, choice, self._end_ids, alternatives, scored) for choice in range(fields.n or 1)
+        ]
+
+    def _pending(
+        self, requests: list[Request], prompts: Sequence[tuple[int, ...]], fields: CompletionFields | ChatFields, *, echo: bool
+    ) -> Pending:
+        most = self.worker.engine.queue_limit
+        if len(requests) > most:
+            raise errors.ApiError(400, f"{len(requests)} choices are asked for in one request, and this server queues {most}.", param="n")
+        pending = Pending(self, Usage(sum(map(len, prompts))), len(requests))
+        answers = [Answer(i, request, self.tokenizer, fields.stops, echo, pending.send) for i, request in enumerate(requests)]
+        try:
+            pending.jobs = self.worker.submit(answers)
+        except (ValueError, QueueFullError, Stopping) as error:
+            raise errors.of_refusal(error) from None
+        return pending
+
+
+class Pending:
+    """Choices that were accepted. Pieces of all of them come in the order in which they were made."""
+
+    def __init__(self, service: Service, usage: Usage, choices: int):
+        self.usage, self.choices, self.jobs = usage, choices, list[Job]()
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+
+    def send(self, piece: Piece) -> None:
+        """Hand a piece over, from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
+        """Yield pieces until every choice has ended; less where the client leaves, whose slots become vacant. Raises ApiError where a
+        choice fails."""
+        gone = asyncio.create_task(self._watch(http))
+        left = self.choices
+        try:
+            while left:
+                piece = await self._pieces.get()
+                if piece is None:
+                    return
+                if piece.finish == "failed":
+                    raise errors.ApiError(500, f"The server had an error: {piece.failure}.", kind="server_error")
+                if piece.finish:
+                    self.usage.drawn += piece.drawn
+                    left -= 1
+                yield piece
+        finally:
+            gone.cancel()
+            if left:
+                self._service.worker.cancel(self.jobs)
+
+    async def _watch(self, http: HttpRequest) -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self._pieces.put_nowait(None)

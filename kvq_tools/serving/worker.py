@@ -1,0 +1,116 @@
+"""The one thread that drives an engine. Others hand it requests and get their events; they never wait for a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import QueueFullError, Token
+from kvq_tools.serving.answer import Answer
+
+_log = logging.getLogger("kvq.serving")
+
+
+class Stopping(RuntimeError):
+    """The server shuts down, or its engine failed: it takes no more requests."""
+
+
+class Job:
+    """An answer that was accepted, and when."""
+
+    def __init__(self, answer: Answer):
+        self.answer, self.ticket = answer, -1
+        self.accepted = time.monotonic()
+        self.first_token: float | None = None
+
+
+class Worker:
+    """A thread with an engine. on_first_token is called with the seconds from acceptance to each answer's first token."""
+
+    def __init__(self, engine: Engine, on_first_token: Callable[[float], None] = lambda seconds: None):
+        self.engine, self.failure = engine, ""
+        self._on_first_token = on_first_token
+        self._changed = threading.Condition()
+        self._inbox: list[Job] = []
+        self._leaving: list[Job] = []
+        self._jobs: dict[int, Job] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more requests, and return when those that were accepted have ended."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """Accepted requests that have no slot yet."""
+        return len(self._inbox) + self.engine.waiting
+
+    def submit(self, answers: Sequence[Answer]) -> list[Job]:
+        """Accept all of these answers or none. Raises ValueError where one does not fit the model or the capacity, QueueFullError where the
+        queue has no room for all of them, Stopping at the end."""
+        for answer in answers:
+            answer.request.check(self.engine.llama.config.vocab_size, self.engine.capacity)
+        jobs = [Job(answer) for answer in answers]
+        with self._changed:
+            if self._stopping or self.failure:
+                raise Stopping(self.failure or "the server is shutting down")
+            if self.waiting + len(jobs) > self.engine.queue_limit:
+                raise QueueFullError(self.waiting, self.engine.queue_limit)
+            self._inbox += jobs
+            self._changed.notify()
+        return jobs
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Let jobs go that nobody waits for any more."""
+        with self._changed:
+            self._leaving += jobs
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_mail():
+                self._advance()
+        except Exception as error:
+            _log.exception("the engine failed")
+            with self._changed:
+                self.failure = f"the engine failed: {type(error).__name__}"
+                left, self._inbox = [*self._jobs.values(), *self._inbox], []
+            for job in left:
+                job.answer.fail(self.failure)
+
+    def _take_mail(self) -> bool:
+        """Wait until there is something to do, and hand what came in to the engine. Return False at the end."""
+        with self._changed:
+            while not (self._inbox or self._leaving or self._stopping) and self.engine.idle:
+                self._changed.wait()
+            if self._stopping and self.engine.idle and not self._inbox:
+                return False
+            for job in self._inbox:
+                job.ticket = self.engine.submit(job.answer.request)
+                self._jobs[job.ticket] = job
+            for job in self._leaving:
+                self.engine.cancel(job.ticket)
+            self._inbox, self._leaving = [], []
+            return True
+
+    def _advance(self) -> None:
+        for event in self.engine.advance():
+            job = self._jobs.get(event.ticket)
+            if job is None:
+                continue  # its last event, after it was let go
+            if isinstance(event, Token) and job.first_token is None:
+                job.first_token = time.monotonic() - job.accepted
+                self._on_first_token(job.first_token)
+            if job.answer.take(event):
+                del self._jobs[event.ticket]
+                self.engine.cancel(event.ticket)  # a stop in the text: the engine does not know of it

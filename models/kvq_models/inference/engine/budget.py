@@ -1,0 +1,76 @@
+"""How many slots of what capacity fit a number of bytes, counted from the layout of the caches; nothing is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jax.typing import DTypeLike
+
+from kvq_jax.cache.accounting import nbytes
+from kvq_jax.cache.cache import layout
+from kvq_jax.cache.spec import CacheSpec
+from kvq_models.llama.config import LlamaConfig
+
+SLOTS, MOST_SLOTS = 8, 64
+CAPACITY_STEP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The size of an engine's caches. nbytes: of the slots' cache and of the row in which prompts are read, exactly what `Engine`
+    allocates; weights and what a step works on are not in it."""
+
+    slots: int
+    capacity: int
+    nbytes: int
+
+
+def plan(
+    spec: CacheSpec | str,
+    config: LlamaConfig,
+    *,
+    memory: int | None = None,
+    slots: int | None = None,
+    capacity: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> Budget:
+    """Choose what is not given: the capacity is the length up to which the model computes sequences as in training, slots are 8.
+
+    With `memory` (in bytes), as many slots as fit, at most 64; for slots that are given, the largest capacity that fits, a multiple of 64.
+    Raises ValueError, in one line, where what is given does not fit, or the model cannot serve sequences of the capacity.
+    """
+
+    def total(slots: int, capacity: int) -> int:
+        return sum(nbytes(layout(spec, config, rows, capacity, dtype)) for rows in (slots, 1))
+
+    def fits(slots: int, capacity: int) -> bool:
+        return memory is None or total(slots, capacity) <= memory
+
+    if capacity is not None:
+        config.check_window(capacity)
+    longest = capacity or config.positions
+    if memory is None:
+        chosen = slots or SLOTS, longest
+    elif slots is None and fits(1, longest):
+        each = total(2, longest) - total(1, longest)
+        chosen = min(MOST_SLOTS, (memory - total(1, longest)) // each + 1), longest
+    else:
+        chosen = slots or 1, longest if fits(slots or 1, longest) else _largest(lambda tokens: fits(slots or 1, tokens), longest)
+        if not chosen[1] or (capacity is not None and chosen[1] < capacity):
+            asked = slots or 1, capacity or CAPACITY_STEP
+            fitting = f"up to {chosen[1]} tokens fit" if chosen[1] else "give more, or a smaller cache"
+            raise ValueError(
+                f"{asked[0]} slots of {asked[1]} tokens, and a row to read prompts in, take {total(*asked)} bytes with {str(spec)!r}, "
+                f"and the memory is {memory}: {fitting}"
+            )
+    return Budget(*chosen, nbytes=total(*chosen))
+
+
+def _largest(fits: Callable[[int], bool], longest: int) -> int:
+    """Return the largest multiple of CAPACITY_STEP below `longest` that fits, 0 where none does."""
+    low, high = 0, -(-longest // CAPACITY_STEP)  # in steps: low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * CAPACITY_STEP) else (low, middle)
+    return low * CAPACITY_STEP

@@ -1,0 +1,127 @@
+"""Sampling where every row of a batch has a rule of its own, as arrays: requests come and go, and the program stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+
+from kvq_jax.types.pytree import pytree
+from kvq_models.inference.sampling import Sampling
+
+Given = Array | np.ndarray
+
+MOST_ALTERNATIVES = 20  # probable tokens that can be told beside the one that was drawn
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class RowRules:
+    """`Sampling` (sampling.py) and the place in its stream of random numbers, for each row of a batch.
+
+    A row draws its token number `step` with fold_in(fold_in(key(seed), choice), step): what row `choice` of `generate` draws with the key
+    of this seed. alternatives: True where the most probable tokens are wanted too.
+    """
+
+    temperature: Float32[Given, "B"]
+    top_k: Int32[Given, "B"]
+    top_p: Float32[Given, "B"]
+    min_p: Float32[Given, "B"]
+    seed: UInt32[Given, "B"]
+    choice: Int32[Given, "B"]
+    step: Int32[Given, "B"]
+    alternatives: Bool[Given, "B"]
+
+
+def row_rules(rows: Iterable[tuple[Sampling, int, int, int, bool]]) -> RowRules:
+    """Return the rules of rows given as (sampling, seed, choice, step, alternatives), in NumPy arrays: making them compiles nothing."""
+    samplings, seeds, choices, steps, alternatives = zip(*rows, strict=True)
+    return RowRules(
+        temperature=np.array([sampling.temperature for sampling in samplings], np.float32),
+        top_k=np.array([sampling.top_k for sampling in samplings], np.int32),
+        top_p=np.array([sampling.top_p for sampling in samplings], np.float32),
+        min_p=np.array([sampling.min_p for sampling in samplings], np.float32),
+        seed=np.array(seeds, np.uint32),
+        choice=np.array(choices, np.int32),
+        step=np.array(steps, np.int32),
+        alternatives=np.array(alternatives, bool),
+    )
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A token for each row.
+
+    token            [B] int32
+    logprob          [B] fp32, of the token under the model's unfiltered softmax
+    finite           [B] bool; False where the row's logits held nan or inf, and its token means nothing
+    likely           [B, A] int32, the most probable tokens, the best first; zeros where no row asked for them
+    likely_logprobs  [B, A] fp32, theirs
+    """
+
+    token: Int[Given, "B"]
+    logprob: Float[Given, "B"]
+    finite: Bool[Given, "B"]
+    likely: Int[Given, "B A"]
+    likely_logprobs: Float[Given, "B A"]
+
+
+def draw(logits: Float[Array, "B V"], rules: RowRules) -> Drawn:
+    """Draw a token for each row by its own rule: that of `sample` for the same rule, seed, row and step.
+
+    What a row gets depends on that row alone, bit for bit. Sorting the vocabulary, drawing random numbers and finding alternatives are
+    skipped where no row needs them.
+    """
+    samples = rules.temperature > 0
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    token = lax.cond(jnp.any(samples), lambda: jnp.where(samples, _random(logits, rules), best), lambda: best)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
+    likely, values = most_likely(logits, jnp.any(rules.alternatives))
+    return Drawn(token, logprob, jnp.all(jnp.isfinite(logits), axis=-1), likely, values - total[:, None])
+
+
+def most_likely(logits: Float[Array, "*rows V"], wanted: Bool[Array, ""]) -> tuple[Int[Array, "*rows A"], Float[Array, "*rows A"]]:
+    """Return the most probable tokens and their logits, the best first; zeros where they are not `wanted`."""
+    count = min(MOST_ALTERNATIVES, logits.shape[-1])
+
+    def nothing() -> tuple[Array, Array]:
+        return jnp.zeros((*logits.shape[:-1], count), logits.dtype), jnp.zeros((*logits.shape[:-1], count), jnp.int32)
+
+    values, tokens = lax.cond(wanted, lambda: tuple(lax.top_k(logits, count)), nothing)
+    return tokens, values
+
+
+def filter_rows(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
+    """Return what `filter_logits` returns for each row's own rule: rows of temperature 0 count as rows of temperature 1."""
+    logits = logits / jnp.where(rules.temperature > 0, rules.temperature, 1)[:, None]
+    sorts = (rules.temperature > 0) & ((rules.top_k > 0) | (rules.top_p < 1))
+    least = lax.cond(jnp.any(sorts), lambda: _least_kept(logits, rules), lambda: jnp.full(len(logits), -jnp.inf))
+    least = jnp.maximum(least, jnp.max(logits, axis=-1) + jnp.log(rules.min_p))  # log(0) is -inf: no bound
+    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
+
+
+def _least_kept(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B"]:
+    """Return the smallest logit that top_k and top_p keep in each row, -inf where they keep all."""
+    order = jnp.sort(logits, axis=-1, descending=True)
+    last = jnp.clip(rules.top_k - 1, 0, logits.shape[-1] - 1)
+    by_count = jnp.where(rules.top_k > 0, jnp.take_along_axis(order, last[:, None], axis=-1)[:, 0], -jnp.inf)
+    order = jnp.where(order >= by_count[:, None], order, -jnp.inf)
+    probability = jax.nn.softmax(order, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    by_mass = jnp.min(jnp.where(before < rules.top_p[:, None], order, jnp.inf), axis=-1)
+    return jnp.maximum(by_count, jnp.where(rules.top_p < 1, by_mass, -jnp.inf))
+
+
+def _random(logits: Float[Array, "B V"], rules: RowRules) -> Int[Array, "B"]:
+    def one(logits: Array, seed: Given, choice: Given, step: Given) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), step)
+        return jax.random.categorical(key, logits).astype(jnp.int32)
+
+    return jax.vmap(one)(filter_rows(logits, rules), rules.seed, rules.choice, rules.step)

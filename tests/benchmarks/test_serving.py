@@ -1,0 +1,58 @@
+"""The benchmark of the server counts what was done, and the sequences that fit are those that a budget finds."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from benchmarks import serving
+from kvq_models.inference.engine.budget import plan
+from tests.kvq_models.checkpoints import tiny_config
+
+CACHE = "kivi:bits=2,recent=8,block=32"
+
+
+def test_a_report_tells_every_request(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "serving.json"
+    sizes = ["--requests", "5", "--prompt", "4", "12", "--new", "3", "6", "--capacity", "64", "--memory", "0.001"]
+    serving.main(["--model", str(model), "--cache", CACHE, "--slots", "2", *sizes, "--json", str(file)])
+    report = serving.ServingReport.read(file)
+    new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12), (3, 6), 300))
+    assert [(row.slots, row.requests, row.new_tokens) for row in report.rows] == [(0, 5, new), (2, 5, new)]
+    for row in report.rows:
+        assert len(row.first_token) == 5
+        assert 0 < min(row.first_token) <= max(row.first_token) <= row.seconds
+        assert list(row.first_token) == sorted(row.first_token), "requests are answered in another order than they came"
+    alone, two = (row.cache_bytes for row in report.rows)
+    assert two == 3 * alone
+    text = capsys.readouterr().out
+    assert text.splitlines() == serving.lines_of(report)
+    assert f"{report.rows[1].requests_per_second:.3f}" in text
+
+
+def test_the_sequences_that_fit_are_those_of_a_budget():
+    config, found = tiny_config(max_position_embeddings=640), {}
+    for cache in ("dense", "kivi:bits=4", "kivi:bits=2"):
+        memory = plan("dense", config, slots=9, capacity=640, dtype="bfloat16").nbytes
+        row = serving.room_of(cache, config, 640, memory)
+        assert plan(cache, config, memory=memory, dtype="bfloat16").slots == row.sequences
+        assert plan(cache, config, slots=row.sequences + 1, capacity=640, dtype="bfloat16").nbytes > memory
+        found[cache] = row.sequences
+    assert found["dense"] == 9
+    assert found["dense"] < found["kivi:bits=4"] < found["kivi:bits=2"]
+    assert serving.room_of("dense", config, 640, 100).sequences == 0
+
+
+def test_requests_come_again_and_differ():
+    first, again = (serving.requests_of(4, (4, 12), (3, 6), 300) for _ in range(2))
+    assert first == again
+    assert len({request.prompt for request in first}) == 4
+    assert np.ptp([len(request.prompt) for request in serving.requests_of(40, (4, 12), (3, 6), 300)]) == 8
+
+
+def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        serving.main(["--capacity", "100", "--prompt", "90", "95", "--new", "1", "6"])
+    assert "101 tokens must fit --capacity 100" in capsys.readouterr().err

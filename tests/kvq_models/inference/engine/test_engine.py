@@ -1,0 +1,287 @@
+"""The engine: whoever else is there, whatever a slot held before, a request gets the tokens that it gets alone, from the same programs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import Llama, forward, generate, prepare
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.requests import CapacityError, Ended, Event, PromptRead, QueueFullError, Request, Token
+from kvq_models.inference.sampling import Sampling
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+
+SPECS = ("kivi:bits=2,recent=8,block=32", "innerq:bits=2,recent=8,block=32")
+SLOTS, CAPACITY, WIDTHS, VOCABULARY = 3, 96, (16, 48), 96
+
+
+@pytest.fixture(scope="module")
+def llama() -> Llama:
+    return random_llama(tiny_config(num_hidden_layers=1))
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Every compilation while the test runs."""
+    found: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def engine_of(llama: Llama, spec: str = SPECS[0], **options) -> Engine:
+    return Engine(prepare(llama, spec), spec, **({"slots": SLOTS, "capacity": CAPACITY, "widths": WIDTHS} | options))
+
+
+def some_requests(count: int = 12) -> list[Request]:
+    """Prompts of one chunk and of two, greedy and sampled, with and without end tokens."""
+    rng, found = np.random.default_rng(0), []
+    for i in range(count):
+        prompt = tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 70))).tolist())
+        sampling = (Sampling(), Sampling(0.8), Sampling(1.2, top_k=9), Sampling(1.0, top_p=0.7))[i % 4]
+        ends = (3, 5, 8) if i % 3 == 0 else ()
+        found.append(Request(prompt, int(rng.integers(1, 26)), sampling, seed=i, end_ids=ends, alternatives=2 * (i % 2)))
+    return found
+
+
+def drained(engine: Engine) -> list[Event]:
+    events: list[Event] = []
+    while not engine.idle:
+        events += engine.advance()
+    return events
+
+
+def answer(engine: Engine, request: Request) -> list[tuple]:
+    """What a request gets when nobody else is there."""
+    engine.submit(request)
+    return [_without_ticket(event) for event in drained(engine)]
+
+
+def _without_ticket(event: Event) -> tuple:
+    return (type(event).__name__, *(value for name, value in vars(event).items() if name != "ticket"))
+
+
+@jax.jit
+def poisoned(cache: kvq.Cache, rows: jax.Array) -> kvq.Cache:
+    """NaN, or ones in every bit, wherever the rows that are marked have an array, but for their lengths."""
+
+    def poison(spec: kvq.ArraySpec, array: jax.Array) -> jax.Array:
+        bad = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else -1 if jnp.issubdtype(array.dtype, jnp.signedinteger) else 255
+        return jnp.where(spec.along("batch", rows), jnp.asarray(bad, array.dtype), array)
+
+    bad = jax.tree.map(poison, cache.axes, cache)
+    return kvq.Cache(bad.layers, cache.lengths, cache.spec, cache.dims, cache.capacity, cache.dtype)
+
+
+def traffic(engine: Engine, requests: list[Request], seed: int, between: Callable[[Engine], None]) -> dict[int, list[tuple]]:
+    """Submit requests at random times in a random order, and let some of a second set go half-way. Return what each of `requests` got."""
+    rng = random.Random(seed)
+    order = [(i, request, False) for i, request in enumerate(requests)]
+    order += [(-1, request, True) for request in rng.sample(requests, len(requests) // 2)]
+    rng.shuffle(order)
+    owner: dict[int, int] = {}
+    got: dict[int, list[tuple]] = {i: [] for i in range(len(requests))}
+    doomed: list[int] = []
+    while order or not engine.idle:
+        for _ in range(rng.randrange(3)):
+            if order and engine.waiting < engine.queue_limit:
+                i, request, vanishes = order.pop()
+                owner[ticket := engine.submit(request)] = i
+                doomed += [ticket] * vanishes
+        if doomed and rng.random() < 0.3:
+            engine.cancel(doomed.pop(rng.randrange(len(doomed))))
+        for event in engine.advance():
+            if owner[event.ticket] >= 0:
+                got[owner[event.ticket]].append(_without_ticket(event))
+        between(engine)
+    return got
+
+
+def poison_vacant(engine: Engine) -> None:
+    vacant = np.array([held is None for held in engine._slots])
+    engine.cache = poisoned(engine.cache, vacant)
+
+
+@pytest.mark.parametrize(("spec", "implementation"), [(SPECS[0], None), (SPECS[1], "xla")])  # None: the native kernel, on a CPU
+def test_a_request_gets_the_same_bits_alone_and_in_any_company_from_the_same_programs(
+    llama: Llama, spec: str, implementation: str | None, compiled: list[str]
+):
+    engine, requests = engine_of(llama, spec, implementation=implementation), some_requests()
+    engine.warm_up()
+    poison_vacant(engine)
+    programs = len(compiled)
+    alone = {i: answer(engine, request) for i, request in enumerate(requests)}
+    assert {events[-1][1] for events in alone.values()} == {"ended", "length"}
+    for seed in range(2):
+        assert traffic(engine, requests, seed, poison_vacant) == alone, f"{seed=}"
+    assert engine.counts.ended["cancelled"] > 2
+    assert len(compiled) == programs, f"{len(compiled) - programs} programs were compiled after warm_up"
+
+
+def test_a_row_that_others_could_touch_would_be_noticed(llama: Llama):
+    engine, requests = engine_of(llama), some_requests(6)
+    alone = {i: answer(engine, request) for i, request in enumerate(requests)}
+
+    def poison_a_neighbour(engine: Engine) -> None:
+        taken = [slot for slot, held in enumerate(engine._slots) if held is not None]
+        engine.cache = poisoned(engine.cache, np.arange(SLOTS) == (taken[-1] if taken else -1))
+
+    crowd = traffic(engine, requests, 0, poison_a_neighbour)
+    assert crowd != alone
+    assert ("Ended", "not-finite") in [events[-1] for events in crowd.values()], "nan goes unnoticed"
+
+
+def test_an_engine_compiles_two_programs_and_one_for_each_width(llama: Llama, compiled: list[str]):
+    jax.clear_caches()
+    engine = engine_of(llama, slots=2)
+    compiled.clear()
+    engine.warm_up()
+    first = len(compiled)
+    answers = traffic(engine, some_requests(), 5, lambda engine: None)
+    assert len(answers) == 12
+    assert (first, len(compiled)) == (2 + len(WIDTHS), first)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=9)])
+def test_tokens_are_those_of_generate(llama: Llama, sampling: Sampling):
+    prompt = np.random.default_rng(3).integers(0, VOCABULARY, (1, 16), np.int32)  # of the same width in both
+    cache = kvq.init_cache(SPECS[0], llama.config, 1, CAPACITY)
+    out = generate(llama, cache, prompt, max_new_tokens=40, sampling=sampling, eos_ids=(3,), key=jax.random.key(9))
+    events = answer(engine_of(llama), Request(tuple(prompt[0].tolist()), 40, sampling, seed=9, end_ids=(3,)))
+    tokens = [event[1] for event in events if event[0] == "Token"]
+    assert tokens == np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()
+    assert len(tokens) > 8
+    logprobs = [event[2] for event in events if event[0] == "Token"]
+    np.testing.assert_allclose(logprobs, np.asarray(out.logprobs)[0, : len(logprobs)], rtol=1e-4, atol=1e-4)
+
+
+def test_choices_of_one_seed_differ_and_each_comes_again(llama: Llama):
+    engine = engine_of(llama)
+    requests = [Request((5, 6, 7), 12, Sampling(1.5), seed=4, choice=choice) for choice in (0, 1, 2, 1)]
+    first, second, third, again = (answer(engine, request) for request in requests)
+    assert second == again
+    assert len({str(events) for events in (first, second, third)}) == 3
+
+
+def test_prompt_log_probabilities_are_those_of_the_tokens_in_the_prompt(llama: Llama):
+    engine, length = engine_of(llama, widths=(16,)), 39  # three chunks, all of it in the window
+    prompt = tuple(np.random.default_rng(1).integers(0, VOCABULARY, length).tolist())
+    events = answer(engine, Request(prompt, 0, alternatives=3, prompt_logprobs=True))
+    (_, logprobs, likely), end = events
+    assert end == ("Ended", "length")
+    exact = np.asarray(jax.nn.log_softmax(forward(llama, jnp.array([prompt])), axis=-1))[0]
+    assert (logprobs[0], likely[0]) == (0, ())
+    expected = exact[np.arange(length - 1), prompt[1:]]
+    np.testing.assert_allclose(logprobs[1:], expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.array(logprobs[1:]) - np.roll(expected, 1)).max() > 0.1
+    for at in range(1, length):
+        assert [token for token, _ in likely[at]] == np.argsort(-exact[at - 1])[:3].tolist(), f"{at=}"
+    then = Request(prompt, 3)
+    plain = answer(engine, then)
+    scored = answer(engine, Request(prompt, 3, prompt_logprobs=True))
+    assert [event[1] for event in plain[1:-1]] == [event[1] for event in scored[1:-1]], "scoring a prompt changes what follows it"
+
+
+def test_requests_that_leave_at_once_make_room(llama: Llama):
+    engine = engine_of(llama, queue_limit=4)
+    tickets = [engine.submit(Request((1, 2), 40)) for _ in range(4)]
+    for _ in range(4):
+        engine.advance()
+    assert (engine.busy, engine.waiting) == (SLOTS, 1)
+    engine.cancel(tickets[1])
+    events = engine.advance()
+    assert Ended(tickets[1], "cancelled") in events
+    assert PromptRead(tickets[3]) in events, "the slot was not given to the request that waited"
+    assert sum(isinstance(event, Token) for event in events) == SLOTS + 1, "a request waited for another's prompt"
+    for ticket in tickets:
+        engine.cancel(ticket)
+    engine.advance()
+    assert engine.idle
+    assert engine.live_tokens() == 0
+
+
+def test_a_long_prompt_makes_nobody_wait_for_more_than_a_chunk(llama: Llama):
+    engine = engine_of(llama, widths=(16,))
+    first = engine.submit(Request((1, 2), 20))
+    engine.advance()
+    engine.submit(Request(tuple(range(80)), 1))
+    for chunk in range(5):
+        events = engine.advance()
+        assert sum(isinstance(event, Token) and event.ticket == first for event in events) == 1, f"{chunk=}"
+    assert engine.counts.chunks == 6
+
+
+def test_prompts_that_need_a_program_wait_for_it_while_others_decode(llama: Llama):
+    engine = engine_of(llama)
+    engine.warm_up(wait=False)
+    ready, long = engine._compiling[WIDTHS[-1]], Request(tuple(range(40)), 2)
+    ready.result()
+    expected = answer(engine, long)
+    engine._compiling[WIDTHS[-1]] = pending = Future()
+    short = engine.submit(Request((1, 2), 20))
+    waits = engine.submit(long)
+    events = [event for _ in range(6) for event in engine.advance()]
+    assert {event.ticket for event in events} == {short}
+    assert sum(isinstance(event, Token) for event in events) == 7
+    pending.set_result(None)
+    found = [_without_ticket(event) for event in drained(engine) if event.ticket == waits]
+    assert found == expected
+
+
+def test_a_program_that_cannot_be_compiled_is_told(llama: Llama):
+    engine = engine_of(llama)
+    engine._compiling[WIDTHS[-1]] = failed = Future()
+    failed.set_exception(RuntimeError("no room for a program"))
+    engine.submit(Request(tuple(range(40)), 2))
+    with pytest.raises(RuntimeError, match="no room for a program"):
+        engine.advance()
+
+
+def test_the_queue_is_bounded(llama: Llama):
+    engine = engine_of(llama, queue_limit=2)
+    for _ in range(2):
+        engine.submit(Request((1,), 1))
+    with pytest.raises(QueueFullError, match="2 requests are waiting, and the queue holds 2"):
+        engine.submit(Request((1,), 1))
+    assert len([event for event in drained(engine) if isinstance(event, Ended)]) == 2
+    engine.submit(Request((1,), 1))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((), 3), "the prompt is empty"),
+        (Request((1, 96), 3), "token id 96 is outside the model's vocabulary of 96"),
+        (Request((1, -1), 3), "token id -1"),
+        (Request((1,), -1), "max_new_tokens=-1"),
+        (Request((1,), 1, Sampling(-1.0)), "temperature=-1.0"),
+        (Request((1,), 1, Sampling(top_p=0.0)), "top_p=0.0"),
+        (Request((1,), 1, seed=2**32), "seed=4294967296"),
+        (Request((1,), 1, alternatives=21), "alternatives=21"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(llama: Llama, request_: Request, message: str):
+    engine = engine_of(llama)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request_)
+    assert engine.idle
+
+
+def test_a_request_over_the_capacity_is_refused_and_one_that_fills_it_is_not(llama: Llama):
+    engine = engine_of(llama)
+    with pytest.raises(CapacityError, match="90 prompt \\+ 7 new tokens are 97, and a row of the cache holds 96"):
+        engine.submit(Request((1,) * 90, 7))
+    events = answer(engine, Request((1,) * 90, 6))
+    assert [event[0] for event in events] == ["PromptRead", *["Token"] * 6, "Ended"]

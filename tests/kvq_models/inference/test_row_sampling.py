@@ -1,0 +1,77 @@
+"""Rows that sample by rules of their own: each draws what `sample` draws for its rule alone, whatever the other rows ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvq_models.inference.row_sampling import MOST_ALTERNATIVES, RowRules, draw, row_rules
+from kvq_models.inference.sampling import Sampling, sample
+
+VOCABULARY, ROWS = 96, 8
+RULES = (
+    Sampling(),
+    Sampling(1.0),
+    Sampling(0.7, top_k=5),
+    Sampling(1.3, top_p=0.6),
+    Sampling(2.0, top_k=12, top_p=0.8, min_p=0.02),
+    Sampling(0.9, min_p=0.3),
+    Sampling(1.0, top_k=1),
+    Sampling(5.0, top_k=VOCABULARY + 7),
+)
+jitted, alone = jax.jit(draw), jax.jit(sample, static_argnames="sampling")
+
+
+def rules_of(rules: tuple[Sampling, ...], seed: int, step: int, alternatives: bool = False) -> RowRules:
+    return row_rules((rule, seed, row, step, alternatives) for row, rule in enumerate(rules))
+
+
+def logits_of(seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(ROWS, VOCABULARY)).astype(np.float32)) * 3
+
+
+def test_each_row_draws_what_sample_draws_for_its_rule():
+    drawn, expected = [], []
+    for step in range(12):
+        logits = logits_of(step)
+        found = jitted(logits, rules_of(RULES, seed=3, step=step))
+        drawn.append(np.asarray(found.token))
+        each = [alone(logits, sampling=rule, key=jax.random.key(3), step=jnp.int32(step)) for rule in RULES]
+        expected.append([int(tokens[row]) for row, (tokens, _) in enumerate(each)])
+        wanted = [float(logprobs[row]) for row, (_, logprobs) in enumerate(each)]
+        np.testing.assert_allclose(found.logprob, wanted, rtol=1e-5, atol=1e-5, err_msg=f"{step=}")
+    np.testing.assert_array_equal(drawn, expected)
+    greedy = np.stack([np.asarray(jnp.argmax(logits_of(step), -1)) for step in range(12)])
+    assert (np.array(drawn) != greedy).any(axis=0).tolist() == [rule.temperature > 0 and rule.top_k != 1 for rule in RULES]
+
+
+def test_a_row_draws_the_same_bits_in_any_company():
+    logits = logits_of(1)
+    crowd = jitted(logits, rules_of(RULES, seed=5, step=2, alternatives=True))
+    for row, rule in enumerate(RULES):
+        others = rules_of(tuple(rule if i == row else Sampling() for i in range(ROWS)), seed=5, step=2)
+        found = jitted(jnp.where((np.arange(ROWS) == row)[:, None], logits, jnp.nan), others)
+        for name in ("token", "logprob", "finite"):
+            assert getattr(found, name)[row] == getattr(crowd, name)[row], (row, name)
+        assert not np.delete(np.asarray(found.finite), row).any()
+
+
+def test_alternatives_are_the_most_probable_tokens():
+    logits = logits_of(2)
+    found = jitted(logits, rules_of(RULES, seed=0, step=0, alternatives=True))
+    order = np.argsort(-np.asarray(logits), axis=-1)[:, :MOST_ALTERNATIVES]
+    np.testing.assert_array_equal(found.likely, order)
+    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits, axis=-1)), order, axis=-1)
+    np.testing.assert_allclose(found.likely_logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", ["seed", "choice", "step"])
+def test_another_seed_choice_or_step_draws_other_tokens(changed: str):
+    base = rules_of((Sampling(3.0),) * ROWS, seed=1, step=1)
+    logits = jnp.broadcast_to(logits_of(4)[:1], (ROWS, VOCABULARY))
+    other = {name: getattr(base, name) + (11 if name == changed else 0) for name in ("seed", "choice", "step")}
+    assert (jitted(logits, base).token != jitted(logits, dataclasses.replace(base, **other)).token).any()

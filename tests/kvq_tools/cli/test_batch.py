@@ -1,0 +1,152 @@
+"""`kvq generate --prompts`: a line for each answer, what one prompt gets alone, and a cut run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from kvq_tools.cli import batch
+
+PROMPTS = [
+    "the key of the cat is",
+    {"prompt": "the dog", "max_new_tokens": 5, "id": "dog"},
+    {"prompt_ids": [5, 6, 7], "temperature": 1.5, "seed": 3},
+    {"prompt": "and the key of the dog is", "temperature": 0.7, "top_k": 5},
+    {"prompt": "seven"},
+]
+OPTIONS = ("--cache", "kivi:bits=2,recent=8,block=32", "--max-new-tokens", "12", "--slots", "2", "--capacity", "64")
+
+
+def lines(prompts: list) -> str:
+    return "".join(f"{json.dumps(prompt)}\n" for prompt in prompts)
+
+
+@pytest.fixture
+def prompts(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines(PROMPTS))
+    return path
+
+
+def answers(path: pathlib.Path) -> dict[str | int, dict]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {answer["id"]: answer for answer in found}
+
+
+def test_every_prompt_gets_the_answer_that_it_gets_alone(run, run_json, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path):
+    out = tmp_path / "answers.jsonl"
+    done = run_json("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
+    assert (done["format"], done["prompts"], done["answered"], done["answered_before"], done["slots"]) == ("kvq.batch", 5, 5, 0, 2)
+    found = answers(out)
+    assert set(found) == {0, "dog", 2, 3, 4}
+    assert done["new_tokens"] == sum(len(answer["tokens"]) for answer in found.values())
+    assert found["dog"]["new_tokens"] <= 5
+    for i, prompt in enumerate(PROMPTS):
+        single, alone = tmp_path / f"{i}.jsonl", tmp_path / f"answer{i}.jsonl"
+        single.write_text(lines([(prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"id": "one"}]))
+        assert run("generate", model, "--prompts", single, "--out", alone, *OPTIONS)[0] == 0
+        name = prompt.get("id", i) if isinstance(prompt, dict) else i
+        assert {**answers(alone)["one"], "id": 0, "key": 0} == {**found[name], "id": 0, "key": 0}, name
+    one = run_json("generate", model, "--prompt", PROMPTS[0], *OPTIONS[:4], "--capacity", "64")
+    assert (one["tokens"], one["text"]) == (found[0]["tokens"], found[0]["text"])
+
+
+def test_a_run_that_was_cut_goes_on(
+    run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    command = ("generate", model, "--prompts", prompts, "--out")
+    assert run(*command, whole, *OPTIONS)[0] == 0
+    real, asked = batch.answered, []
+
+    def interrupted(engine, items):
+        asked.append([item.id for item in items])
+        for n, answer in enumerate(real(engine, items)):
+            if n == 2 and len(asked) == 1:
+                raise KeyboardInterrupt
+            yield answer
+
+    monkeypatch.setattr(batch, "answered", interrupted)
+    code, _, errors = run(*command, out, *OPTIONS)
+    assert code == 130
+    assert errors.endswith("kvq: interrupted: run the same command again to go on\n")
+    with out.open("ab") as file:
+        file.write(b'{"id": "dog", "key": "a line that was cu')
+    first = list(answers_of_whole_lines(out))
+    assert len(first) == 2
+    code, printed, errors = run(*command, out, *OPTIONS)
+    assert code == 0, errors
+    assert "3 of 5 prompts answered, 2 were there" in printed
+    assert sorted(map(str, asked[1])) == sorted(map(str, set(answers(whole)) - set(first))), "an answer was made twice"
+    assert answers(out) == answers(whole)
+    code, printed, _ = run(*command, out, *OPTIONS)
+    assert (code, printed) == (0, "[5 prompts, 5 were there; nothing to do]\n")
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def answers_of_whole_lines(path: pathlib.Path) -> list[str | int]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no prompts"),
+        ("{\n", "line 1: Expecting"),
+        ("[1]\n", "line 1: a line is a text in quotes or an object"),
+        ('"fine"\n{"prompt": 3}\n', "line 2: prompt must be a text, got 3"),
+        ('{"prompt": "x", "colour": 1}\n', "line 1: unknown key 'colour'"),
+        ('{"prompt": "x", "prompt_ids": [1]}\n', "line 1: give one of prompt, prompt_ids, messages"),
+        ('{"prompt_ids": [1, true]}\n', "line 1: prompt_ids must be a list of integers"),
+        ('{"prompt_ids": [1, 300]}\n', "line 1: token id 300 is outside"),
+        ('{"prompt_ids": []}\n', "line 1: the prompt is empty"),
+        ('{"prompt": "x", "max_new_tokens": 0}\n', "line 1: max_new_tokens=0 must be at least 1"),
+        ('{"prompt": "x", "temperature": "hot"}\n', "line 1: temperature must be a number, got 'hot'"),
+        ('{"prompt": "x", "temperature": -1}\n', "line 1: temperature=-1"),
+        ('{"prompt": "x", "seed": -1}\n', "line 1: seed=-1"),
+        ('{"prompt": "x", "id": 1.5}\n', "line 1: id must be a text or an integer"),
+        ('{"prompt": "x", "id": 1}\n"y"\n', "two prompts with the id 1"),
+        ('{"prompt": "x", "max_new_tokens": 100}\n', "line 1: 2 prompt + 100 new tokens are 102, and a row of the cache holds 64"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1: messages must be a list of objects"),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', "line 1: this model's tokenizer has no chat template"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_work(run, model: pathlib.Path, tmp_path: pathlib.Path, text: str, message: str):
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    path.write_text(text)
+    code, printed, errors = run("generate", model, "--prompts", path, "--out", out, *OPTIONS)
+    assert (code, printed, errors.count("\n")) == (2, "", 1)
+    assert message in errors
+    assert not out.exists()
+
+
+def test_answers_of_other_settings_and_other_files_are_not_touched(run, model: pathlib.Path, prompts: pathlib.Path, tmp_path: pathlib.Path):
+    out, other = tmp_path / "answers.jsonl", tmp_path / "notes.txt"
+    out.write_text('{"id": 0, "key": "0123456789abcdef", "text": "mine"}\n')
+    code, _, errors = run("generate", model, "--prompts", prompts, "--out", out, *OPTIONS)
+    assert code == 2
+    assert "has an answer with the id 0 to another prompt, or of other settings" in errors
+    assert "mine" in out.read_text()
+    for content in ("my notes", "my notes\n"):
+        other.write_text(content)
+        code, _, errors = run("generate", model, "--prompts", prompts, "--out", other, *OPTIONS)
+        assert code == 2
+        assert "name another" in errors
+        assert other.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompts", "p.jsonl"), "--prompts needs --out"),
+        (("--prompts", "p.jsonl", "--out", "o", "--stream"), "--stream is for one prompt"),
+        (("--prompt", "x", "--slots", "2"), "--slots is for many prompts"),
+        (("--prompt", "x", "--out", "o"), "--out is for many prompts"),
+    ],
+)
+def test_options_of_one_and_of_many_prompts_do_not_mix(run, model: pathlib.Path, options: tuple[str, ...], message: str):
+    code, _, errors = run("generate", model, *options)
+    assert code == 2
+    assert message in errors

@@ -1,0 +1,99 @@
+"""`kvq serve` as a process: it says where it listens, and SIGTERM ends it when what it accepted is answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def serving(model: pathlib.Path):
+    """Return a process of `kvq serve` with a random model, and what it told when it was ready."""
+    size = ("--slots", "2", "--capacity", "192")
+    arguments = ["serve", str(model), "--cache", "kivi:bits=2", "--port", "0", *size, "--name", "tiny", "--json"]
+    environment = os.environ | {"KVQ_API_KEY": "from-the-environment"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvq_tools", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line == "}\n":
+            break
+    yield process, json.loads("".join(lines) or "{}")
+    process.kill()
+    process.communicate()
+
+
+def test_a_server_answers_what_it_accepted_after_sigterm(serving):
+    process, told = serving
+    assert told["format"] == "kvq.serve", process.communicate()[1]
+    assert (told["name"], told["slots"], told["capacity"], told["cache"]) == ("tiny", 2, 192, "kivi")
+    assert told["cache_bytes"] > 0
+    port = int(told["url"].rpartition(":")[2])
+    connections = []
+    for n in range(6):  # four of them wait in the queue
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        fields = {"model": "tiny", "prompt": "the cat is", "max_tokens": 120 + n, "temperature": 0, "stream": True}
+        fields["stream_options"] = {"include_usage": True}
+        connection.request("POST", "/v1/completions", json.dumps(fields), {"authorization": "Bearer from-the-environment"})
+        connections.append(connection)
+    answers = [connection.getresponse() for connection in connections]  # headers: all are accepted
+    process.send_signal(signal.SIGTERM)
+    for n, answer in enumerate(answers):
+        assert answer.status == 200
+        events = answer.read().decode().strip().split("\n\n")
+        assert events[-1] == "data: [DONE]", f"{n=}: {events[-3:]}"
+        usage = json.loads(events[-2].removeprefix("data: "))["usage"]
+        assert usage["completion_tokens"] == 120 + n
+        connections[n].close()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors, errors
+    with pytest.raises(OSError, match="refused"):
+        http.client.HTTPConnection("127.0.0.1", port, timeout=5).connect()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--memory", "1KB"), "give more, or a smaller cache"),
+        (("--memory", "200KB", "--slots", "64", "--capacity", "256"), "64 slots of 256 tokens"),
+        (("--port", "99999"), "'99999' must be a port"),
+        (("--host", "256.1.1.1"), "not known|resolve|getaddrinfo|service"),
+        (("--api-key", ""), "the API key is empty"),
+        (("--chat-template", "nowhere.jinja"), "nowhere.jinja"),
+        (("--cache", "kvquant:outliers=0"), "needs a calibration"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(run, model: pathlib.Path, options: tuple[str, ...], message: str):
+    code, out, errors = run("serve", model, "--port", "0", *options)
+    assert code == 2
+    assert out == ""
+    assert errors.count("\n") == 1
+    assert re.search(message, errors), errors
+
+
+def test_a_port_that_is_taken_is_one_line(run, model: pathlib.Path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        code, _, errors = run("serve", model, "--port", other.getsockname()[1])
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "in use" in errors
+
+
+def test_a_model_without_a_tokenizer_is_refused(run, bare: pathlib.Path):
+    code, _, errors = run("serve", bare)
+    assert code == 2
+    assert "has no tokenizer, which is needed to serve text" in errors

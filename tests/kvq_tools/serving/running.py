@@ -1,0 +1,98 @@
+"""A server in this process, on a free port, with two layers of the embedded model: compiled once for all of its tests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+
+from kvq_models import load_llama
+from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_tools.serving.app import create_app
+from kvq_tools.serving.metrics import Metrics
+from kvq_tools.serving.server import bound_socket, server_of
+from kvq_tools.serving.service import Limits, Service
+from kvq_tools.serving.worker import Worker
+
+KEY, NAME, SPEC = "a-secret-key", "small", "kivi:bits=2,recent=16,block=32"
+SLOTS, CAPACITY, QUEUE, WIDTHS = 3, 256, 8, (16, 64)
+BODY = 100_000  # bytes
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
+
+
+@dataclasses.dataclass
+class Running:
+    """url and client of a server; the tokenizer and the weights that it has."""
+
+    url: str
+    port: int
+    llama: Any
+    tokenizer: Any
+    service: Service
+    server: Any
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def engine(self) -> Engine:
+        """Return an engine like the server's, which runs the same programs, but reads every prompt."""
+        return Engine(self.llama, SPEC, slots=SLOTS, capacity=CAPACITY, widths=WIDTHS)
+
+    def raw(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, dict, bytes]:
+        """Return (status, headers, body) of a request that no client library would send."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, body, {"authorization": f"Bearer {KEY}"} | (headers or {}))
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, fields: Any) -> tuple[int, dict]:
+        status, _, body = self.raw("POST", path, json.dumps(fields).encode())
+        return status, json.loads(body)
+
+    def until_idle(self) -> None:
+        """Wait until every slot is vacant."""
+        worker, end = self.service.worker, time.monotonic() + 20
+        while worker.waiting or worker.engine.busy:
+            assert time.monotonic() < end, f"{worker.engine.busy} slots are still taken"
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running(folder: pathlib.Path) -> Iterator[Running]:
+    """Serve the model in a folder until the block ends."""
+    llama, tokenizer = load_llama(folder, dtype="float32")
+    engine = Engine(llama, SPEC, slots=SLOTS, capacity=CAPACITY, widths=WIDTHS, queue_limit=QUEUE, prefixes=PrefixStore(64 << 20))
+    engine.warm_up()
+    metrics = Metrics()
+    worker = Worker(engine, metrics.first_token.observe)
+    metrics.watch(worker)
+    service = Service(worker, tokenizer, NAME, metrics, chat_template=TEMPLATE, limits=Limits(body=BODY))
+    ready = threading.Event()
+    server = server_of(create_app(service, KEY), ready.set)
+    bound = bound_socket("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    worker.start()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    assert ready.wait(30), "the server does not start"
+    try:
+        yield Running(f"http://127.0.0.1:{port}", port, llama, tokenizer, service, server)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        worker.stop()
+        bound.close()
+        service.prompts.close()
