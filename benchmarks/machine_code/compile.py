@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from benchmarks.machine_code.target import Target
 from benchmarks.machine_code.tools import cuda_plugin
@@ -61,14 +61,22 @@ class Program:
         return matching[0]
 
 
+def mesh_of(target: Target, sizes: dict[str, int]) -> Mesh:
+    """Return a mesh of GPUs of one host that this machine does not have, with axes of these names and sizes."""
+    devices = np.array(_devices(target, math.prod(sizes.values()))).reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
 def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Program:
     """Return the program of `function` on a `target`, for arguments given as trees of jax.ShapeDtypeStruct. Nothing is run.
 
+    Where any of them lie on a mesh (`mesh_of`), all must; else they go to one device.
     function: plain, or jitted (its donations and static arguments are kept).
     Raise RuntimeError where JAX's CUDA plugin is missing, or where XLA wrote no PTX.
     """
-    sharding = _only_device(target)
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    if all(getattr(x, "sharding", None) is None for x in jax.tree.leaves(arguments)):
+        sharding = NamedSharding(mesh_of(target, {"device": 1}), PartitionSpec())
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     # newer versions of JAX choose a kernel's lowering by the device that the ambient mesh names, and deprecate the Triton route
     device = AbstractDevice(target.device_kind, None, "gpu")
@@ -83,20 +91,20 @@ def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[A
     return Program(compiled, kernels, thunks)
 
 
-def _only_device(target: Target) -> NamedSharding:
-    """Return the sharding with everything on one device of this kind."""
+def _devices(target: Target, number: int) -> list[Any]:
+    """Return devices of this kind, of one host."""
     plugin = cuda_plugin()
     os.environ.setdefault(_SKIP_CHECK, "1")
     try:
-        topology = _topology(target)
+        topology = _topology(target, number)
     except NotImplementedError:  # JAX looked for its plugins before, without the variable: load this one now
         importlib.import_module(plugin).initialize()
-        topology = _topology(target)
-    return NamedSharding(Mesh(np.array(topology.devices).reshape(1), ("device",)), PartitionSpec())
+        topology = _topology(target, number)
+    return list(topology.devices)
 
 
-def _topology(target: Target) -> topologies.TopologyDescription:
-    return topologies.get_topology_desc(target.name, "cuda", target_config=target.config, topology="1x1x1")
+def _topology(target: Target, number: int) -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(target.name, "cuda", target_config=target.config, topology=f"1x1x{number}")
 
 
 def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str]:

@@ -25,7 +25,7 @@ from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
 from kvq_jax.cache.paper_bits import paper_bits
 from kvq_jax.files.whole import delete_directory
-from kvq_models import Llama, load_llama, prepare
+from kvq_models import Llama, load_llama, prepare, resolved
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_tools.evaluation import RowQuality, measure_rows
@@ -102,17 +102,17 @@ class Bench:
             self.variants[variant] = stressed(self.variants[PLAIN], stress)
         return self.variants[variant]
 
-    def prepared(self, wanted: Wanted) -> Llama:
-        """Return the variant with the parameters that the cache needs."""
+    def prepared(self, wanted: Wanted) -> tuple[Llama, str]:
+        """Return the variant with the parameters that the cache needs, and the cache with what its calibration decides."""
         llama, spec = self.model(wanted.variant), kvq.parse(wanted.cache)
         if not needs(spec, llama.config):
-            return prepare(llama, spec)
+            return prepare(llama, spec), wanted.cache
         name = "other_calibration_text" if wanted.other_text else "calibration_text"
         sizes = {"samples": self.options.samples, "length": self.options.length}
         work = self.work / wanted.variant.replace(" ", "_") / name
         print(f"{wanted.cache}: calibrating on {self.texts[name][0].name}", file=sys.stderr, flush=True)
         calibration = calibrate(llama, self.texts[name][1], spec, work=work, text=self.texts[name][0].name, **sizes)
-        return prepare(llama, spec, calibration)
+        return prepare(llama, spec, calibration), str(resolved(spec, calibration))
 
     def measure(self, wanted: Iterable[Wanted]) -> None:
         """Measure what the journal does not hold, a line of progress for each cache."""
@@ -126,12 +126,11 @@ class Bench:
 
     def _measure_together(self, wanted: Sequence[Wanted]) -> None:
         """Measure caches of one variant that are run alike, beside one full-precision model; their rows go into the journal."""
-        models = [self.prepared(one) for one in wanted]
-        candidates = [(model, one.cache) for model, one in zip(models, wanted, strict=True)]
+        candidates = [self.prepared(one) for one in wanted]
         mode = "fake" if wanted[0].fake else "decode"
         found = measure_rows(candidates, self.rows, prompt=self.options.prompt, mode=mode)
-        for model, one, quality in zip(models, wanted, found, strict=True):
-            measured = _measured(one, model, quality, self.options.window)
+        for (model, cache), one, quality in zip(candidates, wanted, found, strict=True):
+            measured = _measured(cache, model, quality, self.options.window)
             self.journal.add(one.key, dataclasses.asdict(measured))
             print(_progress(one, measured), file=sys.stderr, flush=True)
         jax.clear_caches()  # programs of other caches are not needed again
@@ -189,8 +188,8 @@ def _run_alike(wanted: Wanted) -> tuple[int, bool]:
     return list(VARIANTS).index(wanted.variant), wanted.fake
 
 
-def _measured(wanted: Wanted, llama: Llama, quality: RowQuality, window: int) -> Measured:
-    spec = kvq.parse(wanted.cache)
+def _measured(cache: str, llama: Llama, quality: RowQuality, window: int) -> Measured:
+    spec = kvq.parse(cache)
     return Measured(
         stored_bits=kvq.body_bits_per_element(spec, llama.config),
         paper_bits=paper_bits(spec, llama.config, window),

@@ -32,16 +32,6 @@ def xquant(title: str, pairs: str, first_layers: tuple[int, ...]) -> Suite:
     )
 
 
-def xquant_shared() -> Suite:
-    """Return Tables 1 and 4 at 2 bits for a model whose KV heads are shared, without what needs a calibration."""
-    bits = ((2, 2),)
-    tables = {"XQuant, Table 1: equal bytes": _xquant_equal_bytes(bits), "XQuant, Table 4: three layers in 4 bits": _xquant_first(bits, 2)}
-    return Suite(
-        "XQuant beside KIVI, KV heads shared",
-        tuple(listed(title, (row for row in rows if not row[1].startswith("kvquant")), "KIVI*-2bit") for title, rows in tables.items()),
-    )
-
-
 def _xquant_equal_bytes(bits: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, str]]:
     yield "Baseline", f"dense:{XQUANT_WINDOW}"
     for b, kv in bits:
