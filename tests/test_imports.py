@@ -23,6 +23,7 @@ LAYOUT, OPTIONS = "pallas_kernels.tiles.layout", "pallas_kernels.launch"
 PARTIAL = "pallas_kernels.decode_attention.partial_attention"
 KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what they may import: all, or a module that needs no Triton
     "kvq_jax/arrays/codebook_array.py": (LAYOUT,),
+    "kvq_jax/arrays/float_array.py": (LAYOUT,),
     "kvq_jax/arrays/grouped_array.py": (LAYOUT,),
     "kvq_jax/arrays/packing.py": (LAYOUT,),
     "kvq_jax/arrays/polar_array.py": (LAYOUT,),

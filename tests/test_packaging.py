@@ -76,7 +76,12 @@ def test_every_package_of_the_sources_is_installed(installed: set[str]):
 def test_the_files_that_code_opens_travel_with_the_packages(installed: set[str]):
     embedded = {f"kvq_models/embedded/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md")}
     typed = {f"{name}/py.typed" for name in OURS}
-    others = {"kvq_tools/cli/passage.txt", "kvq_tools/report/page.html.jinja", "kvq_jax/methods/kivi/README.md"}
+    others = {
+        "kvq_tools/cli/passage.txt",
+        "kvq_tools/report/page.html.jinja",
+        "kvq_tools/serving/page.html",
+        "kvq_jax/methods/kivi/README.md",
+    }
     assert embedded | typed | others <= installed
     assert (ROOT / "models/kvq_models/embedded/model.safetensors").stat().st_size < 16e6
 

@@ -13,7 +13,7 @@ import pytest
 
 import kvq_jax as kvq
 from tests.exhaustive import some
-from tests.methods_table import METHOD_CASES, ONE_OF_EACH
+from tests.methods_table import METHOD_CASES, ONE_OF_EACH, kind
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -92,9 +92,9 @@ def test_programs_are_dropped_by_bytes_and_read_back_from_the_runs_cache(run):
 
 def test_every_method_has_a_row_that_slow_tests_run_by_default():
     def methods(rows) -> set[str]:
-        return {re.split("[:=]", row.spec)[0].rstrip("0123456789") for row in rows}
+        return {kind(re.split("[:=]", row.spec)[0]) for row in rows}
 
-    named = {name.rstrip("0123456789") for name in kvq.METHODS}
+    named = set(map(kind, kvq.METHODS))
     assert named <= methods(ONE_OF_EACH), f"{named - methods(ONE_OF_EACH)} runs with --exhaustive alone"
     assert methods(METHOD_CASES) == methods(ONE_OF_EACH)
     assert len(ONE_OF_EACH) < len(METHOD_CASES) / 2, "slow tests run over almost everything"
