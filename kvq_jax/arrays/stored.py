@@ -84,26 +84,30 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
 
 
 def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: LengthsB) -> Array:
-    batch, axis, entries = spec.axis("batch"), spec.axis("tokens") - 1, spec["tokens"].size
-    assert batch == 0, "the batch is the first axis of every stored array"
-    width = new.shape[axis + 1]
-    index = spec.along("tokens", jnp.arange(width))[0]
+    axis, entries = spec.axis("tokens"), spec["tokens"].size
+    assert spec.axis("batch") == 0, "the batch is the first axis of every stored array"
+    width, size = new.shape[axis], old.shape[axis]
+    index = spec.along("tokens", jnp.arange(width))
 
-    def write(row: Array, update: Array, first: Array, count: Array) -> Array:
-        at = jnp.minimum(first * entries, row.shape[axis] - width)
+    def write(rows: Array, update: Array, b: Array | int, first: Array, count: Array) -> Array:
+        """Return `rows` with the leading `count` blocks of update [1, ...] in row b, from block `first` on."""
+        at = jnp.minimum(first * entries, size - width)
         shift = first * entries - at  # where the window had to start early to stay inside the array
         if width > entries:
             update = jnp.roll(update, shift, axis)
-        kept = lax.dynamic_slice_in_dim(row, at, width, axis)
+        start = [jnp.asarray(b if i == 0 else at if i == axis else 0) for i in range(rows.ndim)]
+        kept = lax.dynamic_slice(rows, start, update.shape)
         merged = jnp.where((index >= shift) & (index < shift + count * entries), update, kept)
-        return lax.dynamic_update_slice_in_dim(row, merged, at, axis)
+        return lax.dynamic_update_slice(rows, merged, start)
 
     def looped(old: Array, new: Array, first: Array, count: Array) -> Array:
-        def one(b: Array, whole: Array) -> Array:
-            row, update = (lax.dynamic_index_in_dim(a, b, keepdims=False) for a in (whole, new))
-            return lax.dynamic_update_index_in_dim(whole, write(row, update, first[b], count[b]), b, 0)
+        def one(b: Array, rows: Array) -> Array:
+            return write(rows, lax.dynamic_slice_in_dim(new, b, 1), b, first[b], count[b])
 
         return lax.fori_loop(0, len(old), one, old)
 
+    def scattered(old: Array, new: Array, first: Array, count: Array) -> Array:
+        return jax.vmap(lambda row, update, *of: write(row[None], update[None], 0, *of)[0])(old, new, first, count)
+
     # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop is two launches (docs/decisions.md).
-    return lax.platform_dependent(old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped)
+    return lax.platform_dependent(old, new, first, count, cpu=looped, default=scattered if len(old) > 1 else looped)
