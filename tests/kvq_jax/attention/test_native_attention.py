@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from tests.kvq_jax.layer_runs import (
+    CAPACITY,
+    DIMS,
     STEP,
     agrees,
     attend_reference,
@@ -29,7 +32,11 @@ from tests.methods_table import METHOD_CASES, MethodCase
 if reason := dispatch.no_device("native"):
     pytest.skip(reason, allow_module_level=True)
 
-SERVED = [case for case in METHOD_CASES if dispatch.unsupported(empty(case.spec)[0], 4, 1, "native") is None]
+SERVED = [
+    case
+    for case in METHOD_CASES
+    if dispatch.unsupported(kvq.layout(case.spec, DIMS, 1, CAPACITY, "float32").plans[-1], 4, 1, "native") is None
+]
 
 
 def polluted(plan: LayerPlan, state: LayerState, live: np.ndarray) -> LayerState:
