@@ -66,7 +66,7 @@ class MeshReport(Report):
 def collective_sizes(program: jax.stages.Compiled) -> list[int]:
     """Return how many numbers each collective of a compiled step gives."""
     found = []
-    for line in program.as_text().splitlines():
+    for line in (program.as_text() or "").splitlines():
         match = re.search(r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", line)
         if match:
             shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
