@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import overview, serving_soak, soak
+from benchmarks.cpu import generation
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
@@ -93,6 +94,7 @@ KINDS = (
         serving_soak.page,
         _always("memory, compilations, and answers against those given alone, over very many requests"),
     ),
+    Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,7 @@ def test_the_table_has_methods_of_every_kind_that_kernels_serve():
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.id)
-def test_the_kernel_attends_as_the_reference_does(case: MethodCase):
+def test_the_kernels_attend_as_the_reference_does_and_write_the_same_state(case: MethodCase):
     plan, state = empty(case.spec)
     lengths, tokens = boundary_lengths(plan), sequences()
     start, before = before_the_last(plan, state, lengths, 1)
@@ -66,6 +67,7 @@ def test_the_kernel_attends_as_the_reference_does(case: MethodCase):
     spoiled = polluted(plan, before, np.asarray(plan.regions.body(jnp.asarray(start))))
     out, after, _ = decode_natively(plan, parameters_of(plan), spoiled, inputs, ())
     _, clean, _ = decode(plan, parameters_of(plan), before, inputs, ())
+    chex.assert_trees_all_equal(after, decode(plan, parameters_of(plan), spoiled, inputs, ())[1])
     out = np.asarray(out, np.float32)
 
     def expected(lengths: np.ndarray) -> np.ndarray:
