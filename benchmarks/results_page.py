@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import overview, soak
+from benchmarks import overview, serving_soak, soak
 from benchmarks.cpu import generation
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -88,6 +88,12 @@ KINDS = (
     Kind("kernels_*", GpuReport, gpu_page.kernels_page, _always("time, bandwidth and error of kernels, the papers' tables")),
     Kind("step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")),
     Kind("soak*", soak.SoakReport, soak.page, _always("memory, and results against a new cache's, over very many decode steps")),
+    Kind(
+        "serving_soak*",
+        serving_soak.ServingSoakReport,
+        serving_soak.page,
+        _always("memory, compilations, and answers against those given alone, over very many requests"),
+    ),
     Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

@@ -1,6 +1,6 @@
 """Decode steps of one checkpoint by kvq and by transformers, each with its caches, greedy and one sequence.
 
-    python -m benchmarks.cpu.generation --model smollm2 --json benchmarks/results/generation_cpu.json
+    python -m benchmarks.cpu.generation --model smollm2 --json generation_cpu.json
 
 All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are fp32 in both; both use all cores.
 Quantized caches of transformers need the packages optimum-quanto and hqq; those that are not installed are left out, and said so.
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
-        parser.error("transformers' models need torch: pip install 'kvq[parity]'")
+        parser.error("transformers' models need torch: pip install 'kvq-jax[parity]'")
     import torch
     import transformers
 

@@ -51,11 +51,11 @@ def loaded(
     *,
     longest: int | None = None,
     wait: bool = True,
-    prefix_memory: int = 0,
+    prefixes: PrefixStore | None = None,
 ) -> Engine:
     """Return an engine with the model loaded and its programs compiled, those of longer chunks only with `wait`. longest: tokens of the
-    longest prompt that will come; programs for longer ones are left out, which changes none of its results. prefix_memory: bytes for
-    prompts that were read."""
+    longest prompt that will come; programs for longer ones are left out, which changes none of its results. prefixes: where
+    prompts that were read are kept."""
     widths = [width for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False) if longest is None or longest > below]
     with progress(f"loading {options.model}"), input_errors():
         llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
@@ -70,7 +70,7 @@ def loaded(
             queue_limit=queue_limit,
             widths=widths,
             implementation=options.implementation,
-            prefixes=PrefixStore(prefix_memory) if prefix_memory else None,
+            prefixes=prefixes,
         )
     with progress("compiling"):
         engine.warm_up(wait=wait)

@@ -15,9 +15,10 @@ from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
 from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LengthsB
-from kvq_models.inference import decoding, generation
+from kvq_models.inference import decoding, generation, speculation
 from kvq_models.inference.generation import Generated, GenerationState
 from kvq_models.inference.sampling import Sampling
+from kvq_models.inference.speculation import History
 from kvq_models.llama.model import Llama
 
 
@@ -25,7 +26,8 @@ class TimedGeneration:
     """The generation of one prompt. Making it compiles (ahead of time; jit then finds the programs); iterating over `segments` runs.
 
     compile_seconds is tracing and compiling, before anything runs. prefill_seconds and decode_seconds are wall time until the
-    device is done, without it. logits [1, V]: where the cache holds the prompt already, those after it; there is no prefill then.
+    device is done, without it. steps: of the model, so far. logits [1, V]: where the cache holds the prompt already, those after it; there
+    is no prefill then. drafts: tokens that a step may draft (speculation.py), 0 for none.
     """
 
     def __init__(
@@ -40,23 +42,29 @@ class TimedGeneration:
         seed: int = 0,
         implementation: Implementation = None,
         logits: Array | None = None,
+        drafts: int = 0,
     ):
         self._llama, self._cache, self._logits = llama, cache, logits
         new = [prompt] if logits is None else [prompt[:1]]  # of a prompt that is there, nothing is read
         self._tokens, self._lengths = decoding.checked_tokens(llama, cache, new, None, new_tokens=max_new_tokens - (logits is not None))
         self._max_new_tokens, self._sampling, self._eos_ids, self._key = max_new_tokens, sampling, eos_ids, jax.random.key(seed)
         self._implementation: Implementation = implementation
-        self.prefill_seconds = self.decode_seconds = 0.0
+        self._drafts, self._history = drafts, None
+        if drafts:
+            speculation.check(cache, drafts)
+            whole = np.array([prompt], np.int32)
+            self._history = speculation.begun_history(jnp.asarray(whole), jnp.array(whole.shape[1:], jnp.int32), max_new_tokens)
+        self.steps, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
         started = time.perf_counter()
         self._compile()
         self.compile_seconds = time.perf_counter() - started
 
     def _compile(self) -> None:
-        settings = (self._max_new_tokens, self._sampling, self._eos_ids, self._implementation)
+        settings = (self._sampling, self._eos_ids, self._implementation, self._history, self._drafts)
         if self._logits is None:
-            compile_generation(self._llama, self._cache, self._tokens, self._lengths, *settings)
+            compile_generation(self._llama, self._cache, self._tokens, self._lengths, self._max_new_tokens, *settings)
         else:
-            compile_steps(self._llama, generation.begun(self._cache, self._logits, self._max_new_tokens), *settings[1:])
+            compile_steps(self._llama, generation.begun(self._cache, self._logits, self._max_new_tokens), *settings)
 
     def _start(self, llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         if self._logits is not None:
@@ -72,11 +80,17 @@ class TimedGeneration:
         while until < self._max_new_tokens and not bool(np.all(state.ended)):
             until = min(until + steps, self._max_new_tokens)
             started = time.perf_counter()
-            state = jax.block_until_ready(
-                generation.advance(self._llama, state, self._key, jnp.int32(until), self._sampling, self._eos_ids, self._implementation)
-            )
+            state = jax.block_until_ready(self._advance(state, jnp.int32(until)))
             self.decode_seconds += time.perf_counter() - started
+            self.steps = int(state.step)
             yield generation.generated(state, self._max_new_tokens)
+
+    def _advance(self, state: GenerationState, until: Array) -> GenerationState:
+        settings = self._eos_ids, self._implementation
+        if self._history is None:
+            return generation.advance(self._llama, state, self._key, until, self._sampling, *settings)
+        state, self._history = speculation.advance(self._llama, state, self._history, until, self._drafts, *settings)
+        return state
 
     def run(self) -> Generated:
         """Run the whole generation and return it."""
@@ -93,6 +107,8 @@ def compile_generation(
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     implementation: Implementation,
+    history: History | None = None,
+    drafts: int = 0,
 ) -> None:
     """Compile what `generation.start` and `generation.advance` will run for these prompts, padded as `checked_tokens` pads them;
     nothing is consumed."""
@@ -107,7 +123,7 @@ def compile_generation(
     if cache.placement is not None:
         logits, filled = program.output_shardings
         state = _placed(state, [*jax.tree.leaves(filled), logits], cache.placement)
-    compile_steps(llama, state, sampling, eos_ids, implementation)
+    compile_steps(llama, state, sampling, eos_ids, implementation, history, drafts)
 
 
 def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:
@@ -118,10 +134,20 @@ def _placed(state: GenerationState, first: list[Sharding], placement: Placement)
 
 
 def compile_steps(
-    llama: Llama, state: GenerationState, sampling: Sampling, eos_ids: tuple[int, ...], implementation: Implementation
+    llama: Llama,
+    state: GenerationState,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    implementation: Implementation,
+    history: History | None = None,
+    drafts: int = 0,
 ) -> None:
-    """Compile what `generation.advance` will run from a state, or from one that is described; nothing is consumed."""
-    generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
+    """Compile what `generation.advance`, or with a history that of `speculation`, will run from a state, or from one that is described;
+    nothing is consumed."""
+    if history is None:
+        generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
+    else:
+        speculation.advance.lower(llama, state, history, jnp.int32(0), drafts, eos_ids, implementation).compile()
     # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
     counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
     jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), counters)

@@ -55,6 +55,10 @@ class _OfEngine:
         yield GaugeMetricFamily(
             "kvq_prefix_bytes", "Bytes of prefixes, in the host's memory", engine.prefixes.nbytes if engine.prefixes else 0
         )
+        folder = engine.prefixes.folder if engine.prefixes else None
+        yield GaugeMetricFamily("kvq_prefix_disk_bytes", "Bytes of prefixes on disk", folder.nbytes if folder else 0)
+        reads = engine.prefixes.reads if engine.prefixes else 0
+        yield CounterMetricFamily("kvq_prefix_disk_reads", "Chunks of prompts that came from the disk", reads)
         yield GaugeMetricFamily("kvq_prefix_limit_bytes", "Bytes that prefixes may take", engine.prefixes.limit if engine.prefixes else 0)
         ended = CounterMetricFamily("kvq_requests_ended", "Requests that ended, by reason", labels=["reason"])
         for reason in ("ended", "length", "cancelled", "not-finite"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvq_models.inference.generation import Generated, generate, generate_stream
     from kvq_models.inference.method_parameters import prepare
     from kvq_models.inference.sampling import Sampling
+    from kvq_models.inference.speculation import generate_drafted
     from kvq_models.llama.checkpoint import load_llama, save_llama
     from kvq_models.llama.config import LlamaConfig
     from kvq_models.llama.model import Llama, forward
@@ -32,6 +33,7 @@ _MODULES = {
     "decode_step": "inference.decoding",
     "forward": "llama.model",
     "generate": "inference.generation",
+    "generate_drafted": "inference.speculation",
     "generate_stream": "inference.generation",
     "load_calibration": "calibration.file",
     "load_llama": "llama.checkpoint",
@@ -56,6 +58,7 @@ __all__ = [
     "decode_step",
     "forward",
     "generate",
+    "generate_drafted",
     "generate_stream",
     "load_calibration",
     "load_llama",

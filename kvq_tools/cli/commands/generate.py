@@ -72,6 +72,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engines.add_size(parser, capacity=False)
     mesh.add(parser)
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
+    parser.add_argument(
+        "--draft",
+        metavar="N",
+        type=inputs.positive,
+        help="draft up to N tokens in a step from what prompt and answer say earlier; the text is the greedy one (default: none)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +114,7 @@ def run(options: argparse.Namespace) -> None:
             seed=options.seed,
             implementation=options.implementation,
             logits=logits,
+            drafts=options.draft or 0,
         )
     continuation = Continuation(request.tokenizer, request.prompt, llama.config.eos_token_ids)
     streams = options.stream and not options.json
@@ -117,6 +124,8 @@ def run(options: argparse.Namespace) -> None:
         "dtype": inputs.model_dtype(options),
         "sampling": dataclasses.asdict(request.sampling) | {"seed": options.seed},
         "calibration": options.calibration,
+        "drafts": options.draft,
+        "steps": generation.steps,
         "mesh": None if request.placement is None else str(request.placement),
     }
     if options.json:
@@ -130,8 +139,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_which(options: argparse.Namespace) -> None:
     """Refuse options of many prompts beside one, and the other way round."""
-    many, given = options.prompts is not None, {name: getattr(options, name) for name in ("out", "slots", "memory", "stream", "mesh")}
-    for name in ("stream", "mesh") if many else ("out", "slots", "memory"):
+    many, given = (
+        options.prompts is not None,
+        {name: getattr(options, name) for name in ("out", "slots", "memory", "stream", "mesh", "draft")},
+    )
+    for name in ("stream", "mesh", "draft") if many else ("out", "slots", "memory"):
         if given[name]:
             raise UserError(f"--{name} is for {'one prompt' if many else 'many prompts: give --prompts'}")
     given_prompt = [options.prompt, options.prompt_file, options.prompt_ids]
@@ -152,6 +164,10 @@ def _check_which(options: argparse.Namespace) -> None:
 def _checked(options: argparse.Namespace) -> GenerationRequest:
     """Check all that needs no weights."""
     sampling = inputs.checked_sampling(options)
+    if options.draft is not None and sampling.temperature:
+        raise UserError("--draft is for greedy decoding: leave --temperature, --top-k, --top-p and --min-p out")
+    if options.draft is not None and options.mesh is not None:
+        raise UserError("--draft is for a cache on one device: leave --mesh out")
     config = inputs.read_config(options.model, *filter(None, [options.cache]))
     handed = None if options.handed is None else handover.described(options.handed, config)
     if handed is not None:
@@ -272,12 +288,13 @@ def footer(done: dict[str, Any]) -> str:
         f"{outliers['exact']} outliers in full precision, {outliers['without_slot']} more had no slot; " if any(outliers.values()) else ""
     )
     split = f" on a mesh of {done['mesh']}" if done["mesh"] else ""
+    drafted = f" in {done['steps']} steps with drafts of up to {done['drafts']}" if done["drafts"] else ""
     because = f" (no kernel: {done['xla_because']})" if done["xla_because"] else ""
     return (
         f"[cache {done['cache']}: {format_bytes(done['cache_bytes'])} for {done['capacity']} tokens, "
         f"bf16 {format_bytes(done['bf16_bytes'])}, ratio {done['ratio']:.2f}, {done['bits_per_element']:.2f} bits per element; "
         f"{done['quantized_tokens']} of {live} tokens quantized; "
-        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens{_END[done['finish']]}; "
+        f"{sparse}{done['prompt_tokens']} prompt + {done['new_tokens']} new tokens{drafted}{_END[done['finish']]}; "
         f"{_sampled(done['sampling'])}; weights {done['dtype']}, full-precision rows {done['rows_dtype']}; "
         f"prefill {done['prefill_seconds']:.3f} s, decode {done['decode_seconds']:.3f} s, {done['tokens_per_second']:.1f} tokens/s "
         f"(compilation, {done['compile_seconds']:.1f} s, not counted); implementation {done['implementation']}{because}{split}; "

@@ -6,13 +6,18 @@ import argparse
 import logging
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
+from kvq_models.inference.engine.prefix_folder import PrefixFolder
+from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_tools.cli import engines, inputs, interruption
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
+
+PREFIX_DISK = 4 << 30
 
 DESCRIPTION = f"""\
 Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and beside them /health
@@ -53,6 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=512 << 20,
         help="host memory for prompts that were read, so that requests that begin alike reuse them; 0 keeps none (default: 512MiB)",
     )
+    parser.add_argument("--prefix-dir", metavar="DIR", help="where they are kept on disk too, for the next server of this model and cache")
+    parser.add_argument(
+        "--prefix-disk", metavar="BYTES", type=inputs.byte_size, help="what they may take there, such as 20GiB (default: 4GiB)"
+    )
     parser.add_argument(
         "--max-body", metavar="BYTES", type=inputs.byte_size, default=8 << 20, help="the largest request body, such as 8MiB (default: 8MiB)"
     )
@@ -73,6 +82,8 @@ def run(options: argparse.Namespace) -> None:
     api_key = options.api_key if options.api_key is not None else os.environ.get("KVQ_API_KEY")
     if api_key == "":
         raise UserError("the API key is empty; leave --api-key and KVQ_API_KEY out to serve without one")
+    if options.prefix_disk is not None and options.prefix_dir is None:
+        raise UserError("--prefix-disk needs --prefix-dir, the folder that it is for")
     config = inputs.read_config(options.model, options.cache)
     inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
     tokenizer = inputs.need_tokenizer(options.model, "serve text")
@@ -80,7 +91,9 @@ def run(options: argparse.Namespace) -> None:
     size = engines.size_of(options, config)
     with input_errors():
         bound = bound_socket(options.host, options.port)
-    engine = engines.loaded(options, size, options.queue, wait=False, prefix_memory=options.prefix_memory)
+        folder = None if options.prefix_dir is None else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
+    store = PrefixStore(options.prefix_memory, folder) if options.prefix_memory or folder else None
+    engine = engines.loaded(options, size, options.queue, wait=False, prefixes=store)
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
@@ -89,6 +102,8 @@ def run(options: argparse.Namespace) -> None:
     told = _told(options, name, size, bound)
     with interruption.spared():
         serve(create_app(service, api_key), worker, bound, lambda: _tell(options, told))
+        if folder is not None:
+            folder.close()
     if not options.json:
         print_line(f"[{engine.counts.new_tokens} tokens in {sum(engine.counts.ended.values())} answers; stopped]")
     if engine.compiling:
@@ -107,6 +122,7 @@ def _told(options: argparse.Namespace, name: str, size: Budget, bound: socket.so
         "cache_bytes": size.nbytes,
         "queue": options.queue,
         "prefix_memory": options.prefix_memory,
+        "prefix_dir": options.prefix_dir,
     }
 
 

@@ -307,3 +307,19 @@ def test_kvq_runs_from_an_empty_directory_and_imports_transformers_only_when_a_t
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["methods"]
+
+
+def test_generate_drafts_the_same_text_and_tells_the_steps(model, run, run_json):
+    prompt = ("generate", model, "--prompt", "the cat is the cat is the cat", "--cache", "kivi:bits=2", "--max-new-tokens", 24)
+    plain, drafted = run_json(*prompt), run_json(*prompt, "--draft", 3)
+    assert drafted["tokens"] == plain["tokens"]
+    assert (plain["steps"], plain["drafts"], drafted["drafts"]) == (24, None, 3)
+    assert drafted["steps"] <= 24
+    assert f"24 new tokens in {drafted['steps']} steps with drafts of up to 3" in run(*prompt, "--draft", 3)[1]
+    for options, message in (
+        (("--temperature", "0.5"), "for greedy decoding"),
+        (("--mesh", "heads=2"), "on one device"),
+    ):
+        code, _, errors = run(*prompt, "--draft", 3, *options)
+        assert (code, errors.count("\n")) == (2, 1)
+        assert message in errors

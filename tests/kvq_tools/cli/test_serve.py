@@ -16,10 +16,11 @@ import pytest
 
 
 @pytest.fixture
-def serving(model: pathlib.Path):
+def serving(model: pathlib.Path, tmp_path: pathlib.Path):
     """Return a process of `kvq serve` with a random model, and what it told when it was ready."""
     size = ("--slots", "2", "--capacity", "192")
     arguments = ["serve", str(model), "--cache", "kivi:bits=2", "--port", "0", *size, "--name", "tiny", "--json"]
+    arguments += ["--prefix-dir", str(tmp_path / "prefixes"), "--prefix-disk", "1MiB"]
     environment = os.environ | {"KVQ_API_KEY": "from-the-environment"}
     process = subprocess.Popen(
         [sys.executable, "-m", "kvq_tools", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -35,7 +36,7 @@ def serving(model: pathlib.Path):
     process.communicate()
 
 
-def test_a_server_answers_what_it_accepted_after_sigterm(serving):
+def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: pathlib.Path):
     process, told = serving
     assert told["format"] == "kvq.serve", process.communicate()[1]
     assert (told["name"], told["slots"], told["capacity"], told["cache"]) == ("tiny", 2, 192, "kivi")
@@ -62,6 +63,7 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving):
     assert "Traceback" not in errors, errors
     with pytest.raises(OSError, match="refused"):
         http.client.HTTPConnection("127.0.0.1", port, timeout=5).connect()
+    assert len(list((tmp_path / "prefixes").glob("*.safetensors"))) == 1, "the prompt is not on disk for the next server"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving):
         (("--port", "99999"), "'99999' must be a port"),
         (("--host", "256.1.1.1"), "not known|resolve|getaddrinfo|service"),
         (("--api-key", ""), "the API key is empty"),
+        (("--prefix-disk", "1GiB"), "--prefix-disk needs --prefix-dir"),
         (("--chat-template", "nowhere.jinja"), "nowhere.jinja"),
         (("--cache", "kvquant:outliers=0"), "needs a calibration"),
     ],

@@ -26,6 +26,8 @@ from kvq_tools.serving.worker import Worker
 KEY, NAME, SPEC = "a-secret-key", "small", "kivi:bits=2,recent=16,block=32"
 SLOTS, CAPACITY, QUEUE, WIDTHS = 3, 256, 8, (16, 64)
 BODY = 100_000  # bytes
+PROMPT = "It is a truth universally acknowledged, that"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 
 

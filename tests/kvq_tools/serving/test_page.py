@@ -1,12 +1,23 @@
-"""The page at `/`: whole by itself, and what it reads is there. What it does with a server is in test_server.py."""
+"""The page at `/`: whole by itself, and what it reads is there, and what it does with a server is what the API answers."""
 
 from __future__ import annotations
 
 import importlib.resources
+import json
+import pathlib
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
+import openai
+import pytest
+
+from tests.kvq_tools.serving.browser import CHROMIUM, DRIVER, browser
+from tests.kvq_tools.serving.running import CAPACITY, KEY, NAME, QUEUE, SLOTS, Running
+
 PAGE = (importlib.resources.files("kvq_tools.serving") / "page.html").read_text(encoding="utf-8")
+ENTER = "\ue007"  # WebDriver's name of the key
 SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
 
 
@@ -48,3 +59,84 @@ def test_every_element_that_the_script_names_is_there():
     assert len(ids) == len(set(ids))
     assert named == set(ids)
     assert len(named) > 15
+
+
+def test_the_page_needs_no_key_and_what_it_reads_is_there(server: Running):
+    status, headers, body = server.raw("GET", "/", headers={"authorization": ""})
+    assert (status, body.decode()) == (200, PAGE)
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    metrics = server.raw("GET", "/metrics")[2].decode()
+    told = set(re.findall(r"^(kvq_\w+)", metrics, re.MULTILINE))
+    read = set(re.findall(r"\bkvq_\w+", SCRIPT))
+    assert read <= told, read - told
+    assert len(read) > 12
+    assert re.search(r'^kvq_cache_info\{.*spec="kivi:recent=16"', metrics, re.MULTILINE)
+    for path in re.findall(r'fetch\("([^"]+)"', SCRIPT):
+        assert server.raw("GET", f"/{path}")[0] == 200, path
+    assert server.raw("GET", "/metrics", headers={"authorization": ""})[0] == 401, "what the page reads asks for the key"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_the_page_talks_with_the_model_and_watches_the_server(server: Running, client: openai.OpenAI):
+    def driven(key: str) -> dict:
+        driver = pathlib.Path(__file__).with_name("page_driver.mjs")
+        done = subprocess.run(["node", driver, server.url, key], input=SCRIPT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    found, said, turns = driven(KEY), [], []
+    asked = dict(model=NAME, temperature=0, max_tokens=12)
+    for text in ("Name a river.", "And another."):
+        said.append({"role": "user", "content": text})
+        answer = client.chat.completions.create(messages=said, **asked).choices[0].message.content
+        said.append({"role": "assistant", "content": answer})
+        turns += [("turn user", text), ("turn assistant", answer)]
+    continued = client.completions.create(prompt="It is a truth", **asked).choices[0].text
+    turns += [("turn user", "It is a truth"), ("turn assistant", continued)]
+    assert [(role, text) for role, text, *_ in found["log"]] == turns
+    assert found["log"][1][2].startswith("length, first text after ")
+    told = found["told"]
+    assert (told["model"], told["cache"], told["state"]) == (NAME, "kivi:recent=16", "")
+    assert (told["capacity"], told["waiting"]) == (str(SLOTS * CAPACITY), f"0 of {QUEUE}")
+    assert found["slots"].endswith(f"of {SLOTS} slots are taken")
+    assert float(told["new"]) >= 0
+    assert min(float(point.partition(",")[2]) for point in found["curve"].split()) < 19, "no tokens were seen"
+    assert "API key" in driven("")["told"]["state"], "nobody is told that a key is missing"
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver, as Debian's packages chromium and chromium-driver")
+def test_a_real_browser_shows_the_conversation_and_the_server(server: Running, client: openai.OpenAI):
+    answered = "!document.getElementById('send').disabled && document.querySelectorAll('#log small').length"
+    asked = dict(model=NAME, temperature=0, max_tokens=12)
+    with browser() as window:
+        window.open(server.url)
+        window.until("document.getElementById('state').textContent.includes('API key')")
+        window.type("key", KEY)
+        window.until(f"document.getElementById('model').textContent === '{NAME}'")
+        window.type("temperature", "0")
+        window.type("limit", "12")
+        window.complaints()  # of the paths that asked for the key
+        said, turns = [], []
+        for count, text in enumerate(("Name a river.", "And another."), start=1):
+            window.type("text", text + ENTER)
+            window.until(f"{answered} === {count}")
+            said.append({"role": "user", "content": text})
+            answer = client.chat.completions.create(messages=said, **asked).choices[0].message.content
+            said.append({"role": "assistant", "content": answer})
+            turns += [text, answer]
+        shown = "[...document.querySelectorAll('#log .turn')].map(turn => turn.firstChild.textContent)"
+        assert window.evaluate(shown) == turns
+        window.until(f"document.querySelectorAll('#slots i').length === {SLOTS}")
+        assert window.until("document.getElementById('curve').getAttribute('points')")
+        assert window.evaluate("document.getElementById('cache').textContent") == "kivi:recent=16"
+        window.click("clear")
+        assert window.evaluate("document.getElementById('log').children.length") == 0
+        window.type("limit", "200")
+        window.evaluate("void new MutationObserver(() => document.getElementById('stop').click()).observe(log, {childList: true})")
+        window.type("text", "Tell me all." + ENTER)
+        assert window.until("document.querySelector('#log small')?.textContent").startswith("stopped")
+        server.until_idle()
+        loaded = window.evaluate("performance.getEntriesByType('resource').map(entry => new URL(entry.name).origin)")
+        assert set(loaded) == {server.url}, "the page reaches other servers"
+        assert window.complaints() == []

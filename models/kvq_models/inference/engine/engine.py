@@ -32,7 +32,8 @@ from kvq_jax.cache.serialization import fingerprint
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
-from kvq_models.inference.engine.prefixes import PrefixStore, RowPieces, chunk_keys, scope_of
+from kvq_models.inference.engine.pieces import RowPieces
+from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
 from kvq_models.inference.engine.requests import Ended, Event, Likely, PromptRead, QueueFullError, Reason, Request, Ticket, Token
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.row_sampling import Drawn, row_rules

@@ -13,7 +13,8 @@ import kvq_jax as kvq
 from kvq_models import Llama, prepare
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.engine import Engine
-from kvq_models.inference.engine.prefixes import Piece, PrefixStore, RowPieces, chunk_keys, scope_of
+from kvq_models.inference.engine.pieces import Piece, RowPieces
+from kvq_models.inference.engine.prefixes import PrefixStore, chunk_keys, scope_of
 from kvq_models.inference.engine.requests import Ended, Event, Request
 from kvq_models.inference.sampling import Sampling
 from tests.kvq_models.checkpoints import random_llama, tiny_config

@@ -1,0 +1,152 @@
+"""Pieces of prompts on disk, for the server that comes after this one: a safetensors file for each, named by its key.
+
+    header   format "kvq-prefix", version, key and the key of the piece that it continues, length, starts, and the checksum of all of it
+    tensors  0, 1, ...: the part of each of the row's leaves; logits
+
+Keys stand for the weights, the cache's layout and the versions that decide its bits (`scope_of`), so a file never matches another model.
+Files are written whole or not at all, by a thread of their own: requests do not wait for the disk. Several servers may share a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from kvq_jax.files.checksum import read_tensors, save_tensors
+from kvq_jax.files.whole import remove_unfinished
+from kvq_models.inference.engine.pieces import Piece
+
+FORMAT, VERSION = "kvq-prefix", "1"
+UNWRITTEN = 8  # pieces that may wait for the disk; what comes then is not kept there
+SUFFIX, LOGITS = ".safetensors", "logits"
+
+_log = logging.getLogger("kvq.prefixes")
+
+
+class PrefixFolder:
+    """Pieces in files of together at most `limit` bytes; the least recently used go first, the end of a chain before its beginning.
+
+    What killed writers left behind, and pieces whose beginning is gone, are deleted. Raises OSError where the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, limit: int):
+        if limit < 1:
+            raise ValueError(f"{limit=} bytes must be at least 1")
+        self.folder, self.limit = folder, limit
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
+        self._delete_orphans()
+        self._drop_oldest()
+        self._writer = ThreadPoolExecutor(1, "kvq-prefixes")
+        self._room = threading.BoundedSemaphore(UNWRITTEN)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size, _ in self._files())
+
+    def get(self, key: bytes) -> Piece | None:
+        """Return the piece of a key, None where there is none. A damaged file is deleted, and a warning says so."""
+        path = self._path(key)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                tensors, header = read_tensors(file, repr(str(path)), required=True), file.metadata()
+            if (header.get("format"), header.get("version"), header.get("key")) != (FORMAT, VERSION, key.hex()):
+                raise ValueError(f"{str(path)!r} holds something else than its name says")
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, ValueError, OSError) as error:
+            _log.warning("%s; it is not used", error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        logits = tensors.pop(LOGITS)
+        arrays = tuple(tensors[str(i)] for i in range(len(tensors)))
+        return Piece(int(header["length"]), tuple(json.loads(header["starts"])), arrays, logits)
+
+    def put(self, keys: Sequence[bytes], piece: Piece) -> None:
+        """Write the piece of keys[-1], which continues the others, some time soon. Where many wait to be written, it is not kept."""
+        if piece.nbytes < self.limit and self._room.acquire(blocking=False):
+            self._writer.submit(self._write, list(keys), piece).add_done_callback(lambda _: self._room.release())
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Note that these pieces, which continue each other, were used: the first becomes the newest."""
+        now = time.time_ns()
+        for age, key in enumerate(keys):
+            try:
+                os.utime(self._path(key), ns=(now - age, now - age))
+            except OSError:
+                return  # it is not here, or another server has just deleted it; what continues it is of no use
+
+    def close(self) -> None:
+        """Return when everything is written."""
+        self._writer.shutdown()
+
+    def _write(self, keys: list[bytes], piece: Piece) -> None:
+        if self._path(keys[-1]).exists() or not all(self._path(key).exists() for key in keys[:-1]):
+            return
+        tensors = {str(i): array for i, array in enumerate(piece.arrays)} | {LOGITS: piece.logits}
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "key": keys[-1].hex(),
+            "continues": keys[-2].hex() if len(keys) > 1 else "",
+            "length": str(piece.length),
+            "starts": json.dumps(piece.starts),
+        }
+        try:
+            save_tensors(self._path(keys[-1]), tensors, header)
+            self.use(keys)
+            self._drop_oldest()
+        except OSError as error:
+            _log.warning("a prefix could not be written: %s", error)
+
+    def _drop_oldest(self) -> None:
+        files = sorted(self._files())
+        held = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if held <= self.limit:
+                return
+            path.unlink(missing_ok=True)
+            held -= size
+
+    def _delete_orphans(self) -> None:
+        """Delete the pieces that no chain from a prompt's first chunk reaches, and files that are none of ours to read."""
+        before = {path: _continues(path) for _, _, path in self._files()}
+        while orphans := {path for path, parent in before.items() if parent is None or (parent and self.folder / parent not in before)}:
+            for path in orphans:
+                path.unlink(missing_ok=True)
+                del before[path]
+
+    def _files(self) -> Iterable[tuple[int, int, Path]]:
+        """Yield (when it was used, bytes, path) of each piece."""
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX):
+                    try:
+                        told = entry.stat()
+                    except FileNotFoundError:
+                        continue
+                    yield told.st_mtime_ns, told.st_size, Path(entry.path)
+
+    def _path(self, key: bytes) -> Path:
+        return self.folder / f"{key.hex()}{SUFFIX}"
+
+
+def _continues(path: Path) -> str | None:
+    """Return the name of the file that a piece continues, "" for a first chunk, None where the file cannot be read."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = file.metadata() or {}
+    except (SafetensorError, OSError):
+        return None
+    key = header.get("continues")
+    return f"{key}{SUFFIX}" if key else key

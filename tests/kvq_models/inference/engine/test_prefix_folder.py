@@ -1,0 +1,122 @@
+"""Prefixes on disk: the next process reads them instead of the prompt, and nothing that does not belong to it."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from kvq_jax.files.whole import UNFINISHED
+from kvq_models import Llama, prepare
+from kvq_models.inference.engine.pieces import Piece
+from kvq_models.inference.engine.prefix_folder import SUFFIX, PrefixFolder
+from kvq_models.inference.engine.prefixes import PrefixStore
+from kvq_models.inference.engine.requests import Request
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.inference.engine.test_prefixes import CHUNK, SPEC, answers, engine_of, tokens_of
+
+PLENTY = 1 << 24
+PROMPTS = [tokens_of(0, 2 * CHUNK + 9), tokens_of(0, CHUNK) + tokens_of(1, 20)]  # their first chunk is the same
+REQUESTS = [Request(prompt, 6) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Llama:
+    return prepare(random_llama(tiny_config(num_hidden_layers=1)), SPEC)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "prefixes"
+
+
+def served(llama: Llama, folder: pathlib.Path, memory: int = PLENTY, limit: int = PLENTY) -> tuple[list[list[tuple]], int]:
+    """What a new process answers, and how many prompt tokens it does not read."""
+    disk = PrefixFolder(folder, limit)
+    engine = engine_of(llama, PrefixStore(memory, disk))
+    found = [answers(engine, [request])[0] for request in REQUESTS]
+    disk.close()
+    return found, engine.counts.prefix_tokens
+
+
+@pytest.mark.parametrize("memory", [0, PLENTY])
+def test_the_next_process_reads_files_and_gets_the_same_bits(llama: Llama, folder: pathlib.Path, memory: int):
+    expected = answers(engine_of(llama), REQUESTS)
+    first, reused = served(llama, folder)
+    assert (first, reused) == (expected, CHUNK)
+    assert len(list(folder.iterdir())) == 4
+    assert served(llama, folder, memory) == (expected, sum(map(len, PROMPTS)))
+
+
+def test_another_model_finds_nothing(llama: Llama, folder: pathlib.Path):
+    served(llama, folder)
+    assert served(jax.tree.map(lambda leaf: leaf * 1.01, llama), folder)[1] == CHUNK, "its own first prompt alone helps the second"
+    assert served(llama, folder)[1] == sum(map(len, PROMPTS))
+
+
+def flip_a_bit(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage", [flip_a_bit, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(next(others(path)).read_bytes())]
+)
+def test_a_damaged_file_is_not_used(llama: Llama, folder: pathlib.Path, caplog: pytest.LogCaptureFixture, damage):
+    expected, _ = served(llama, folder)
+    disk = PrefixFolder(folder, PLENTY)
+    engine = engine_of(llama, PrefixStore(0, disk))
+    for path in folder.iterdir():
+        damage(path)
+    with caplog.at_level(logging.WARNING, logger="kvq.prefixes"):
+        assert answers(engine, REQUESTS[:1]) == expected[:1]
+    disk.close()
+    assert "it is not used" in caplog.text
+    assert engine.counts.prefix_tokens == 0
+
+
+def others(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    return (other for other in sorted(path.parent.iterdir()) if other != path)
+
+
+def piece(seed: int) -> Piece:
+    return Piece(1, (0,), (np.random.default_rng(seed).integers(0, 256, 10_000, np.uint8),), np.zeros((1, 1), np.float32))
+
+
+def written(folder: pathlib.Path, limit: int, *chains: list[bytes]) -> set[bytes]:
+    """The keys whose pieces are there after those of these chains' ends were written."""
+    disk = PrefixFolder(folder, limit)
+    for seed, chain in enumerate(chains):
+        disk.put(chain, piece(seed))
+    disk.close()
+    assert disk.nbytes == sum(file.stat().st_size for file in folder.iterdir()) <= limit
+    return {bytes.fromhex(file.name.removesuffix(SUFFIX)) for file in folder.iterdir()}
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning(folder: pathlib.Path):
+    a, b, c, d, e = b"a", b"b", b"c", b"d", b"e"
+    assert written(folder, 33_000, [a], [a, b], [c]) == {a, b, c}
+    PrefixFolder(folder, 33_000).use([a, b])
+    assert written(folder, 33_000, [d]) == {a, b, d}
+    assert written(folder, 33_000, [e]) == {a, e, d}, "b, which continues a, goes before it"
+    assert written(folder, 33_000, [b"gone", c]) == {a, e, d}, "a piece without what comes before it serves nobody"
+    assert written(folder, 12_000) == {e}, "a smaller budget"
+    assert written(folder, 9_000, [a]) == set(), "what is larger than the folder is not written"
+
+
+def test_what_killed_writers_and_lost_beginnings_leave_is_deleted(folder: pathlib.Path):
+    assert written(folder, PLENTY, [b"a"], [b"a", b"b"], [b"a", b"b", b"c"], [b"d"]) == {b"a", b"b", b"c", b"d"}
+    (folder / f"{b'a'.hex()}{SUFFIX}").unlink()
+    (folder / f"{UNFINISHED}x").mkdir()
+    (folder / f"zz{SUFFIX}").write_text("no tensors")
+    assert written(folder, PLENTY) == {b"d"}
+
+
+def test_a_folder_without_room_is_refused(folder: pathlib.Path):
+    with pytest.raises(ValueError, match="limit=0 bytes"):
+        PrefixFolder(folder, 0)

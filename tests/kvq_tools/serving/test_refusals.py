@@ -1,0 +1,193 @@
+"""What the server refuses, and how it says so: fields, bodies, strangers, a full queue, and clients that leave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+
+import openai
+import pytest
+
+from kvq_tools.serving.fields import NEUTRAL
+from tests.kvq_tools.serving.running import BODY, CAPACITY, CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running
+
+ASKING = {  # a value of each refused field that asks for something
+    "audio": {"voice": "alloy", "format": "wav"},
+    "best_of": 2,
+    "frequency_penalty": 0.5,
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "logit_bias": {"50256": -100},
+    "metadata": {"a": "b"},
+    "modalities": ["text", "audio"],
+    "moderation": {},
+    "parallel_tool_calls": 3,
+    "prediction": {"type": "content", "content": "x"},
+    "presence_penalty": -1,
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {},
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "high",
+    "response_format": {"type": "json_object"},
+    "safety_identifier": "x",
+    "service_tier": "flex",
+    "store": True,
+    "suffix": "x",
+    "tool_choice": "required",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "verbosity": "low",
+    "web_search_options": {},
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_field_that_is_not_served_is_refused_where_it_asks_for_something(server: Running, name: str):
+    for path, needed in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
+        status, body = server.post(path, {"model": NAME, "max_tokens": 1, **needed, name: ASKING[name]})
+        assert (status, body["error"]["param"], body["error"]["type"]) == (400, name, "invalid_request_error"), body
+
+
+def test_values_that_ask_for_nothing_are_accepted(server: Running):
+    nothing = {name: values[-1] for name, values in NEUTRAL.items()}
+    status, body = server.post("/v1/chat/completions", {"model": NAME, "messages": CHAT, "max_tokens": 1, "user": "me", **nothing})
+    assert status == 200, body
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        ("completions", {}, "prompt", "Missing required parameter: 'prompt'."),
+        ("completions", {"prompt": "x", "colour": 1}, "colour", "Unrecognized request argument supplied: colour"),
+        ("completions", {"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal to 2"),
+        ("completions", {"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
+        ("completions", {"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
+        ("completions", {"prompt": ["x"] * 3, "n": QUEUE}, "n", f"this server queues {QUEUE}"),
+        ("completions", {"prompt": "x", "logprobs": 6}, "logprobs", "less than or equal to 5"),
+        ("completions", {"prompt": "x", "stop": ["a"] * 5}, "stop", "up to 4 texts"),
+        ("completions", {"prompt": "x", "stop": ""}, "stop", "none of them empty"),
+        ("completions", {"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
+        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "'stream' is true"),
+        ("completions", {"prompt": []}, "prompt", "at least one"),
+        ("completions", {"prompt": [[]]}, None, "prompt is empty"),
+        ("completions", {"prompt": [1, 5000]}, None, "token id 5000 is outside"),
+        ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
+        ("completions", {"prompt": "x", "max_tokens": CAPACITY}, None, f"maximum context length is {CAPACITY} tokens"),
+        ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+        ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "'logprobs' is true"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x " * 4 * CAPACITY}]}, None, "maximum context length"),
+    ],
+)
+def test_bad_fields_are_told_by_name(server: Running, path: str, fields: dict, param: str | None, message: str):
+    status, body = server.post(f"/v1/{path}", {"model": NAME, **fields})
+    assert status == 400, body
+    assert body["error"]["param"] == param, body
+    assert message in body["error"]["message"]
+    assert "\n" not in body["error"]["message"]
+
+
+def test_errors_are_the_clients_exceptions(server: Running, client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-5", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=NAME, prompt="x", max_tokens=CAPACITY)
+    assert long.value.code == "context_length_exceeded"
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="another", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+        stranger.completions.create(model=NAME, prompt="x")
+
+
+def test_every_path_but_health_asks_for_the_key(server: Running):
+    for path in ("/v1/models", "/metrics", f"/v1/models/{NAME}"):
+        assert server.raw("GET", path, headers={"authorization": ""})[0] == 401, path
+        assert server.raw("GET", path, headers={"authorization": f"Basic {KEY}"})[0] == 401, path
+        assert server.raw("GET", path)[0] == 200, path
+    assert server.raw("GET", "/health", headers={"authorization": ""})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b'{"model": "\xff"}', 400, "invalid_json"),
+        (b"{", 400, "invalid_json"),
+        (b"[" * 50_000, 400, "invalid_json"),
+        (b"[]", 400, None),
+        (b'{"prompt": "' + b"x" * BODY + b'"}', 413, "request_too_large"),
+    ],
+)
+def test_bodies_that_are_no_request(server: Running, body: bytes, status: int, code: str | None):
+    found, _, answer = server.raw("POST", "/v1/completions", body)
+    assert (found, json.loads(answer)["error"]["code"]) == (status, code)
+
+
+def test_a_body_without_a_length_is_cut_at_the_limit(server: Running):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.request(
+            "POST", "/v1/completions", (b"x" * 10_000 for _ in range(50)), {"authorization": f"Bearer {KEY}"}, encode_chunked=True
+        )
+        assert connection.getresponse().status == 413
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the server had answered, and left, while we still sent
+    finally:
+        connection.close()
+
+
+def test_unknown_paths(server: Running):
+    status, _, body = server.raw("GET", "/v1/embeddings")
+    assert (status, json.loads(body)["error"]["message"]) == (404, "Invalid URL (GET /v1/embeddings)")
+    assert server.raw("GET", "/v1/completions")[0] == 405
+
+
+def start(server: Running, fields: dict) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    body = json.dumps({"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 200} | fields)
+    connection.request("POST", "/v1/completions", body, {"authorization": f"Bearer {KEY}"})
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_frees_its_slot(server: Running, stream: bool):
+    counts = server.service.worker.engine.counts
+    before = counts.ended.get("cancelled", 0)
+    connections = [start(server, {"stream": stream}) for _ in range(SLOTS + 2)]
+    if stream:
+        assert connections[0].getresponse().readline().startswith(b"data: ")
+    else:
+        end = time.monotonic() + 20
+        while server.service.worker.engine.busy < SLOTS and time.monotonic() < end:
+            time.sleep(0.002)
+    for connection in connections:
+        if connection.sock:
+            connection.sock.close()
+        connection.close()
+    server.until_idle()
+    assert counts.ended.get("cancelled", 0) > before, "all of them ran to their end"
+
+
+def test_a_full_queue_refuses_at_once_and_loses_nothing(server: Running, client: openai.OpenAI):
+    expected = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0).choices[0].text
+    found, refused = [], []
+
+    def ask() -> None:
+        with server.client as own:
+            try:
+                found.append(own.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, temperature=0).choices[0].text)
+            except openai.RateLimitError as error:
+                refused.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(SLOTS + QUEUE + 12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) + len(refused) == len(threads)
+    assert len(found) >= QUEUE
+    assert refused, "more were accepted than slots and queue hold"
+    assert set(found) == {expected}
+    assert refused[0].code == "rate_limit_exceeded"
+    assert int(refused[0].response.headers["retry-after"]) >= 1
