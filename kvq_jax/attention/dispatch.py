@@ -154,12 +154,15 @@ def attend(
     limits: PositionsBT,
     chosen: Chosen,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does; what `choose` chose reads the body. before, after: the state without and with the new tokens."""
+    """Attend as `streaming.attend` does, with NaN past the capacity; what `choose` chose reads the body. before, after: the state without
+    and with the new tokens."""
     if isinstance(chosen, Launch):
         return _fused().attend(plan, params, after, body, inputs, limits, chosen)
     if chosen == "native":
-        return native.attend(plan, params, before, after, body, inputs, limits)
-    return streaming.attend(plan, params, before, body, inputs, limits)
+        out = native.attend(plan, params, before, after, body, inputs, limits)
+    else:
+        out = streaming.attend(plan, params, before, body, inputs, limits)
+    return streaming.without_lost(plan, inputs.positions, out)
 
 
 def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, positions: PositionsBT, *, prefill: bool, chosen: Chosen) -> Tree:

@@ -42,7 +42,7 @@ def prefill_layer(
     after = append_layer(plan, params, state, inputs, carry, prefill=True, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
-    return out, after, carry
+    return streaming.without_lost(plan, inputs.positions, out), after, carry
 
 
 def decode_layer(

@@ -16,6 +16,8 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
+from pallas_kernels.decode_attention.merge import finished
+from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.windows import attend_windows
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import append_block
@@ -89,6 +91,23 @@ def test_attention_to_windows_compiles_within_its_registers(sink, channels, arit
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes == 0, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     assert kernel.shared_bytes <= 101376, f"{kernel.shared_bytes} bytes: more than a block may have where multiprocessors have 100 KB"
+
+
+@on_both_gpus
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
+@pytest.mark.parametrize(("batch", "splits"), [(16, 8), (1, 115)])
+def test_splits_are_merged_within_registers(batch, splits, arithmetic, target):
+    def part(splits: int) -> Splits:
+        return Splits(*(jax.ShapeDtypeStruct((batch, 8, splits, *rest), jnp.float32) for rest in ((4,), (4,), (128, 4))))
+
+    def merge(windows: Splits, body: Splits, positions: jax.Array) -> jax.Array:
+        return finished([windows, body], 4, positions, capacity=4096, dtype=jnp.bfloat16, launch=Launch(arithmetic))
+
+    program = compile_for(target, merge, (part(1), part(splits), jax.ShapeDtypeStruct((batch,), jnp.int32)))
+    kernel = program.kernel("finish_attention")
+    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
+    assert assembly.spill_bytes == 0
+    assert assembly.registers <= 128, "a multiprocessor holds four programs at least"
 
 
 def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None = None) -> int:
