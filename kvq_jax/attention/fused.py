@@ -23,6 +23,7 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
+from pallas_kernels.quantize.append import Blocks, Places, Side
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
@@ -116,26 +117,39 @@ def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> Gr
     return GroupedArray(packed.words, packed.scale, packed.zero, format)
 
 
-def append_block(
-    codec: Codec, job: KernelJob, stored: GroupedArray, ring: RowsBKTH, first: LengthsB, leaving: LengthsB, launch: Launch
-) -> GroupedArray:
-    """Return a stored body with the block of tokens from first[b] on, quantized from the ring, in each row where leaving[b] > 0."""
-    format, scheme, divisor = job
-    specs = codec.body(1, 1, format.block)
-    body = load_body(specs, stored)
-    packed = quantize_append.append_block(
-        Packed(body.words, body.scale, body.zero),
-        ring,
-        first,
-        leaving,
-        _grouped_reader(codec),
-        scheme,
-        format.bits,
-        block=format.block,
-        divisor=divisor,
-        launch=launch,
-    )
-    return jax.tree.map(lambda spec, array: spec.store(array), specs, GroupedArray(packed.words, packed.scale, packed.zero, format))
+def append_token(
+    plan: LayerPlan,
+    state: LayerState,
+    rows: Sequence[RowsBKTH],
+    start: LengthsB,
+    total: LengthsB,
+    jobs: Sequence[KernelJob | None],
+    launch: Launch,
+) -> LayerState:
+    """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in each body
+    whose codec has a job."""
+    block, first = plan.regions.block, plan.regions.body(start)
+    places = Places(start, total > start, first, plan.regions.body(total) > first)
+    sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
+    for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
+        blocks = None
+        if job is not None:
+            body = load_body(specs[side], state.body[side])
+            packed = Packed(body.words, body.scale, body.zero)
+            blocks = Blocks(packed, _grouped_reader(codec), job.scheme, job.format.bits, job.divisor)
+        sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
+    after = quantize_append.append_token(sides, places, block=block, launch=launch)
+
+    def body(side: int) -> Tree:
+        job, blocks = jobs[side], after[side].blocks
+        if job is None or blocks is None:
+            return state.body[side]
+        packed = blocks.body
+        array = GroupedArray(packed.words, packed.scale, packed.zero, job.format)
+        return jax.tree.map(lambda spec, array: spec.store(array), specs[side], array)
+
+    sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))
+    return dataclasses.replace(state, sink=sink, ring=ring, body=(body(0), body(1)))
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

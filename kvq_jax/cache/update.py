@@ -74,13 +74,20 @@ def append_layer(
     params, regions = by_side(params), plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
-    sink, ring, body = [], [], []
-    for side, codec in enumerate(plan.codecs):
-        rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
-        sink.append(_refresh(state.sink[side], rows, jnp.arange(regions.sink_slots)[None], start, total))
-        ring.append(_refresh_ring(state.ring[side], rows, regions.ring_positions(total), start, total))
-        body.append(_age(plan, codec, params[side], state, side, rows, ring[side], start, total, carry, prefill, chosen))
-    return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
+    rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=True)]
+    after, aged = None, (False, False)
+    if not prefill and inputs.positions.shape[1] == 1:
+        after, aged = dispatch.append_token(plan, state, rows, start, total, chosen)
+    if after is None:
+        held, in_ring = jnp.arange(regions.sink_slots)[None], regions.ring_positions(total)
+        sink = tuple(_refresh(slots, new, held, start, total) for slots, new in zip(state.sink, rows, strict=True))
+        ring = tuple(_refresh_ring(slots, new, in_ring, start, total) for slots, new in zip(state.ring, rows, strict=True))
+        after = dataclasses.replace(state, sink=sink, ring=ring)
+    body = (
+        after.body[side] if aged[side] else _age(plan, codec, params[side], state, side, rows[side], start, total, carry, prefill, chosen)
+        for side, codec in enumerate(plan.codecs)
+    )
+    return dataclasses.replace(after, body=tuple(body))
 
 
 def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
@@ -175,14 +182,13 @@ def _age(
     state: LayerState,
     side: int,
     rows: Array,
-    ring: Array,
     start: LengthsB,
     total: LengthsB,
     carry: Tree,
     prefill: bool,
     chosen: Chosen,
 ) -> Tree:
-    """Return the body with the blocks added that leave the window when `start` tokens become `total`. ring: with these tokens in it."""
+    """Return the body with the blocks added that leave the window when `start` tokens become `total`."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
@@ -190,10 +196,6 @@ def _age(
         return state.body[side]
     first = regions.held(regions.body(start))
     leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
-    if tokens == 1 and not prefill:  # what leaves is still in the ring, which has room for a block more than it must hold
-        body = dispatch.append_block(plan, codec, state.stats[side], state.body[side], ring, first, leaving, chosen)
-        if body is not None:
-            return body
     position = regions.held_positions(first, blocks * block)
     index = jnp.where(position < start[:, None], regions.ring_slot(position), regions.ring_slots + position - start[:, None])
 
