@@ -15,6 +15,7 @@ import functools
 import importlib
 import re
 import types
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import jax

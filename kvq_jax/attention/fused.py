@@ -134,8 +134,8 @@ def append_token(
     for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
         blocks = None
         if job is not None:
-            body = load_body(specs[side], state.body[side])
-            packed = Packed(body.words, body.scale, body.zero)
+            stored = load_body(specs[side], state.body[side])
+            packed = Packed(stored.words, stored.scale, stored.zero)
             blocks = Blocks(packed, _grouped_reader(codec), job.scheme, job.format.bits, job.divisor)
         sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
     after = quantize_append.append_token(sides, places, block=block, launch=launch)
@@ -144,8 +144,7 @@ def append_token(
         job, blocks = jobs[side], after[side].blocks
         if job is None or blocks is None:
             return state.body[side]
-        packed = blocks.body
-        array = GroupedArray(packed.words, packed.scale, packed.zero, job.format)
+        array = GroupedArray(blocks.body.words, blocks.body.scale, blocks.body.zero, job.format)
         return jax.tree.map(lambda spec, array: spec.store(array), specs[side], array)
 
     sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))

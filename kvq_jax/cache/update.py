@@ -78,7 +78,9 @@ def append_layer(
     after, aged = None, (False, False)
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged = dispatch.append_token(plan, state, rows, start, total, chosen)
-    if after is None:
+    if after is not None:
+        state = after  # its ring still has what leaves; reading the one before would need a copy
+    else:
         held, in_ring = jnp.arange(regions.sink_slots)[None], regions.ring_positions(total)
         sink = tuple(_refresh(slots, new, held, start, total) for slots, new in zip(state.sink, rows, strict=True))
         ring = tuple(_refresh_ring(slots, new, in_ring, start, total) for slots, new in zip(state.ring, rows, strict=True))

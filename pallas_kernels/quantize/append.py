@@ -135,7 +135,8 @@ def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *
     of_sides = _by_side(inputs, [work.inputs for work in works]), _by_side(stored, [work.stored for work in works])
     program, position, new, leaving = pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
     for work, (row, *divisor), arrays in zip(works, *of_sides, strict=True):
-        sink, ring, *body = arrays if work.sink else (None, *arrays)
+        sink = arrays[0] if work.sink else None
+        ring, *body = arrays[1:] if work.sink else arrays
         writes = new & (program == work.start)
         if sink is not None:
 
