@@ -90,7 +90,7 @@ class BuildKernels(build_ext):
                     self.warn(f"no kernel for {name}: {error.stderr[:2000]}")
                 else:
                     defined.append(f"-DKVQ_{name.upper()}")
-            objects += [compiled("split", *defined), compiled("ffi", f'-DKVQ_SOURCES="{digest()}"')]
+            objects += [compiled("split", *defined), compiled("store"), compiled("ffi", f'-DKVQ_SOURCES="{digest()}"')]
             target.parent.mkdir(parents=True, exist_ok=True)
             linked = f"{temporary}/linked"
             subprocess.run([program, "-shared", "-pthread", *objects, "-o", linked], check=True, capture_output=True, text=True)

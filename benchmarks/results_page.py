@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import overview, soak
+from benchmarks.cpu import generation
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
@@ -87,6 +88,7 @@ KINDS = (
     Kind("kernels_*", GpuReport, gpu_page.kernels_page, _always("time, bandwidth and error of kernels, the papers' tables")),
     Kind("step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")),
     Kind("soak*", soak.SoakReport, soak.page, _always("memory, and results against a new cache's, over very many decode steps")),
+    Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cpu_kernels.body import Body
-from cpu_kernels.library import TARGET, unavailable
+from cpu_kernels.library import DECODE_ATTENTION, unavailable
 
 
 class Windows(NamedTuple):
@@ -52,7 +52,7 @@ def decode_attention(
         raise ValueError(reason)
     (k, k_arrays), (v, v_arrays) = keys, values
     columns = jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32)
-    call = jax.ffi.ffi_call(TARGET, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)), vmap_method="sequential")
+    call = jax.ffi.ffi_call(DECODE_ATTENTION, (columns, columns, jax.ShapeDtypeStruct(q.shape, jnp.float32)), vmap_method="sequential")
     arrays = [q.astype(jnp.float32), limits.astype(jnp.int32), *k_arrays, *v_arrays]
     if windows is not None:
         arrays += [windows.q.astype(jnp.float32), windows.seen, *windows.keys, *windows.values]

@@ -13,7 +13,7 @@ import pathlib
 
 import jax
 
-TARGET = "kvq_decode_attention"
+DECODE_ATTENTION, STORE_BLOCKS = TARGETS = "kvq_decode_attention", "kvq_store_blocks"
 _FOLDER = pathlib.Path(__file__).parent
 _REMEDY = "install a C++ compiler, then kvq again (in a checkout: python setup.py build_ext --inplace)"
 
@@ -25,7 +25,8 @@ def unavailable() -> str | None:
     if isinstance(found, str):
         return found
     try:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(found, TARGET)), platform="cpu")
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu")
     except Exception as error:  # XLA refuses a library that was compiled with the headers of a later version
         return f"JAX {jax.__version__} does not take the CPU kernels: {str(error).splitlines()[0]}; {_REMEDY}"
     return None

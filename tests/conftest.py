@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from tests.compile_options import QUICK_FLAGS
+from tests.methods_table import METHOD_CASES, MethodCase
 
 # the hook that checks types expects its checker imported
 pytest_plugins = ["tests.fixtures", "tests.type_checker", "tests.worker_resources"]
@@ -26,10 +27,8 @@ hypothesis.settings.load_profile("kvq")
 
 # The files that take longest, in order: a long file that comes last keeps one worker busy while the other waits.
 LONGEST = (
-    "tests/kvq_jax/cache/test_cache_laws.py",
     "tests/benchmarks/gpu/test_kernel_benchmarks.py",
     "tests/benchmarks/quality/test_quality.py",
-    "tests/kvq_jax/attention/test_streaming_attention.py",
     "tests/kvq_models/inference/test_decoding.py",
     "tests/benchmarks/gpu/test_random_bodies.py",
     "tests/kvq_tools/cli/test_cli_calibration.py",
@@ -44,10 +43,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run slow tests over all their cases, not over one of each kind")
 
 
+def place(item: pytest.Item) -> tuple[int, int]:
+    """Return where a test runs: those of layers and caches over the table of methods first, row by row, as the tests of a row in all files
+    run the same compiled functions; then the longest files; the others keep their order."""
+    file, callspec = item.nodeid.partition("::")[0], getattr(item, "callspec", None)
+    case = callspec.params.get("case") if callspec else None
+    if isinstance(case, MethodCase) and file.startswith("tests/kvq_jax/"):
+        return 0, METHOD_CASES.index(case)
+    return 1, LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the longest files to the front; the others keep their order. Leave rows of the table out unless they were asked for."""
-    places = {file: i for i, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    """Sort tests by their places. Leave rows of the table out unless they were asked for."""
+    items.sort(key=place)
     if not config.getoption("--exhaustive"):
         others = {item for item in items if item.get_closest_marker("exhaustive") and not item.get_closest_marker("gpu")}
         config.hook.pytest_deselected(items=list(others))

@@ -17,7 +17,7 @@ QUICKER = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def test_on_eight_virtual_devices(pytestconfig):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES} --xla_cpu_parallel_codegen_split_count=1"
     command = [sys.executable, "-m", "pytest", *OPTIONS, "tests/multi_device"]
     command += ["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []
     environment = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"} | QUICKER

@@ -1,4 +1,5 @@
-"""One whole decode step of a small random Llama through each cache, on this machine's first JAX device.
+"""One whole decode step of a random Llama through each cache, on this machine's first JAX device: a small one, or one of a public model's
+shapes (--model).
 
 Caches start full of random codes and grow by one token with every step, so the steps that quantize an aged block are among the samples. The
 baseline is the dense cache. The error compares logits with those of a dense cache that holds the rows which the quantized cache stands for.
@@ -27,11 +28,36 @@ from kvq_models.llama.rope import rope_for
 QUERY_HEADS = 16
 
 
-@functools.cache
-def random_llama(layers: int, head_dim: int, group: int = 4) -> Llama:
-    """Return a random Llama of 16 query heads, `group` of them for each KV head, and Llama's other proportions; fp32."""
+MODELS = {
+    "smollm2": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def small_config(layers: int, head_dim: int, group: int) -> LlamaConfig:
+    """Return the shapes of a Llama of 16 query heads, `group` of them for each KV head, and Llama's other proportions."""
     width = QUERY_HEADS * head_dim
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=8192,
         hidden_size=width,
         intermediate_size=11 * width // 4,
@@ -41,6 +67,11 @@ def random_llama(layers: int, head_dim: int, group: int = 4) -> Llama:
         head_dim=head_dim,
         max_position_embeddings=1 << 17,
     )
+
+
+@functools.cache
+def random_llama(config: LlamaConfig) -> Llama:
+    """Return a random Llama of these shapes; fp32."""
     return Llama(config, rngs=nnx.Rngs(0))
 
 
@@ -64,9 +95,9 @@ def decoded(llama: Llama, cache: kvq.Cache) -> kvq.Cache:
     return dataclasses.replace(dense, layers=tuple(layers), lengths=cache.lengths)
 
 
-def candidates(shape: Shape, caches: Sequence[str], layers: int, steps: int) -> list[Candidate]:
+def candidates(config: LlamaConfig, shape: Shape, caches: Sequence[str], steps: int) -> list[Candidate]:
     """Return the dense cache, then the others. `steps` is how often a candidate will run."""
-    plain = random_llama(layers, shape.head_dim, shape.group)
+    plain = random_llama(config)
     token = jnp.arange(shape.batch, dtype=jnp.int32)
     programs, chosen = {}, []
     for spec in dict.fromkeys(("dense", *caches)):
@@ -93,15 +124,18 @@ def _candidate(spec: str, llama: Llama, cache: kvq.Cache, token: Array, program:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser("decode_step", (__doc__ or "").partition("\n")[0], tokens=(1024, 4096, 16384), batch=(1, 4), rounds=32)
+    parser.add_argument("--model", choices=MODELS, help="take the shapes of this model; the next three options do not apply")
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="layers of the model")
     parser.add_argument("--head-dim", type=int, default=64, metavar="H", help="channels of a head; the model is 16 heads wide")
     parser.add_argument("--group", type=int, default=4, metavar="G", choices=(1, 2, 4, 8, 16), help="query heads for each KV head")
     args = parsed(parser, argv)
-    shapes = [Shape(b, n, args.head_dim, QUERY_HEADS // args.group, args.group) for b in args.batch for n in args.tokens]
+    config = MODELS[args.model] if args.model else small_config(args.layers, args.head_dim, args.group)
+    heads, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+    shapes = [Shape(b, n, config.head_dim, heads, group) for b in args.batch for n in args.tokens]
     steps = args.rounds + 2  # one to compare logits, one to warm up
     command = ("benchmarks.cpu.decode_step", *arguments(argv))
-    title = f"Decode step of a Llama with {args.layers} layers"
-    report = run(title, command, shapes, lambda shape: candidates(shape, args.cache, args.layers, steps), args.rounds)
+    title = f"Decode step of a Llama with {f'the shapes of {args.model}' if args.model else f'{args.layers} layers'}"
+    report = run(title, command, shapes, lambda shape: candidates(config, shape, args.cache, steps), args.rounds)
     if args.json:
         report.write(args.json)
 

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import jax
 
 from cpu_kernels.library import instruction_set, unavailable
+from kvq_jax.arrays import stored as stored_arrays
 from kvq_jax.attention import native, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
@@ -177,6 +178,12 @@ def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, positions:
     if not isinstance(chosen, Launch) or job is None:
         return codec.quantize_at(params, stats, rows, positions, prefill=prefill)
     return _fused().quantize(codec, job, rows, chosen)
+
+
+def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB, chosen: Chosen) -> Tree:
+    """Write blocks as `arrays.stored.store_blocks` does, by the C++ kernel where that is `chosen`."""
+    store = native.store_blocks if chosen == "native" else stored_arrays.store_blocks
+    return store(block, stored, values, first, count)
 
 
 def append_token(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from cpu_kernels import store
 from cpu_kernels.attention import WINDOW_DTYPES, Windows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
-from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, Tree
+from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
@@ -65,3 +68,21 @@ def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list
     if isinstance(description, str):
         raise ValueError(description)
     return description, codec.kernel_arrays(params, body)
+
+
+def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:
+    """Return what `arrays.stored.store_blocks` returns."""
+    specs, structure = jax.tree.flatten(block)
+    new = [spec.store(array) for spec, array in zip(specs, structure.flatten_up_to(values), strict=True)]
+    tokens: list[tuple[int, int]] = [(spec.axis("tokens"), spec["tokens"].size) for spec in specs]
+    axes, entries = zip(*tokens, strict=True)
+    return structure.unflatten(store.store_blocks(structure.flatten_up_to(stored), new, first, count, axes=axes, entries=entries))
+
+
+def put_rows(slots: Float[Array, "B K E C"], rows: Float[Array, "B K 1 C"], new: Bool[Array, "B E"]) -> Float[Array, "B K E C"]:
+    """Return the slots of a window with rows[b, :, 0] in the one that new[b] marks, if it marks one: nothing else is written."""
+    if not slots.shape[2]:
+        return slots
+    first, count = jnp.argmax(new, axis=1), jnp.sum(new, axis=1)  # at most one
+    [written] = store.store_blocks([slots], [rows], first, count, axes=[2], entries=[1])
+    return written

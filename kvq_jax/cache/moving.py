@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from kvq_jax.cache.cache import Cache, axes, check_held, shardings
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
 from kvq_jax.placement.placement import Placement
+from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ArraySpec
 
 Reorder = Callable[[Any], np.ndarray]  # of one array
@@ -40,7 +40,7 @@ def move(cache: Cache, placement: Placement | None) -> Cache:
 
 def orders(cache: Cache) -> list[Reorder]:
     """Return, for each array of a cache, the function that fetches it to the host in the order of tokens. Every process gets all of it."""
-    return [lambda array, of=of: of(_fetched(array)) for of in _for_bodies(cache, cache.placement, _ordered)]
+    return [lambda array, of=of: of(fetched(array)) for of in _for_bodies(cache, cache.placement, _ordered)]
 
 
 def deals(cache: Cache, placement: Placement | None) -> list[Reorder]:
@@ -54,12 +54,6 @@ def placers(described: Cache) -> list[Callable[[np.ndarray], jax.Array]]:
         return [jnp.asarray] * len(jax.tree.leaves(described))
     where = jax.tree.leaves(shardings(described, described.placement))
     return [lambda host, where=where: jax.make_array_from_callback(host.shape, where, lambda index: host[index]) for where in where]
-
-
-def _fetched(array: jax.Array | np.ndarray) -> np.ndarray:
-    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
-        return multihost_utils.process_allgather(array, tiled=True)
-    return np.ascontiguousarray(array).reshape(array.shape)
 
 
 def _for_bodies(cache: Cache, placement: Placement | None, reorder: ReorderBody) -> list[Reorder]:

@@ -32,6 +32,7 @@ from kvq_jax.cache.moving import deals, orders, placers
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.files.checksum import Checksum, save_tensors
 from kvq_jax.placement.placement import Placement
+from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ModelDims, Tree
 
 FORMAT = "kvq-cache"
@@ -52,11 +53,11 @@ DTYPES = {  # of tensors in a file, by their safetensors names
 def fingerprint(tree: Tree) -> str:
     """Return the sha256 of a tree's arrays as 64 hex digits: dtype, shape and bytes of every leaf, in tree order.
 
-    Copies every array to the host.
+    Copies every array to the host. Where several processes hold their parts, all of them call this.
     """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        array = np.ascontiguousarray(leaf)
+        array = fetched(leaf)
         digest.update(f"{array.dtype.name}{np.shape(leaf)}".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvq_jax.arrays.stored import BodySpec, store_blocks
-from kvq_jax.attention import dispatch, streaming
+from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.attention import dispatch, native, streaming
 from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer import cross_layer
@@ -39,6 +39,7 @@ def prefill_layer(
     state = _with_statistics(plan, params, state, inputs)
     limits = jnp.broadcast_to(plan.regions.body(inputs.positions[:, :1]), inputs.positions.shape)
     chosen = dispatch.choose(implementation, plan, inputs.q_rot.shape[1], 1)
+    chosen = chosen if isinstance(chosen, Launch) else None  # prompts are quantized in XLA, through which gradients can flow
     after = append_layer(plan, params, state, inputs, carry, prefill=True, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
@@ -78,15 +79,15 @@ def append_layer(
     after, aged = None, (False, False)
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged = dispatch.append_token(plan, state, rows, start, total, chosen)
-    if after is not None:
-        state = after  # its ring still has what leaves; reading the one before would need a copy
-    else:
-        held, in_ring = jnp.arange(regions.sink_slots)[None], regions.ring_positions(total)
-        sink = tuple(_refresh(slots, new, held, start, total) for slots, new in zip(state.sink, rows, strict=True))
-        ring = tuple(_refresh_ring(slots, new, in_ring, start, total) for slots, new in zip(state.ring, rows, strict=True))
+    if after is None:
+        held, in_ring = jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)), regions.ring_positions(total)
+        sink = tuple(_refresh(slots, new, held, start, total, chosen) for slots, new in zip(state.sink, rows, strict=True))
+        ring = tuple(_refresh_ring(slots, new, in_ring, start, total, chosen) for slots, new in zip(state.ring, rows, strict=True))
         after = dataclasses.replace(state, sink=sink, ring=ring)
     body = (
-        after.body[side] if aged[side] else _age(plan, codec, params[side], state, side, rows[side], start, total, carry, prefill, chosen)
+        after.body[side]
+        if aged[side]
+        else _age(plan, codec, params[side], state, side, rows[side], after.ring[side], start, total, carry, prefill, chosen)
         for side, codec in enumerate(plan.codecs)
     )
     return dataclasses.replace(after, body=tuple(body))
@@ -110,24 +111,26 @@ def _with_statistics(plan: LayerPlan, params: Tree, state: LayerState, inputs: L
 
 
 def _refresh(
-    slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "#B E"], start: LengthsB, total: LengthsB
+    slots: Float[Array, "B K E C"], rows: Float[Array, "B K T C"], held: Int[Array, "B E"], start: LengthsB, total: LengthsB, chosen: Chosen
 ) -> Float[Array, "B K E C"]:
     """Return the window slots after new tokens: slot e takes the row at position held[e] if that position is new, else keeps its row."""
     new = (held >= start[:, None]) & (held < total[:, None])
+    if chosen == "native" and rows.shape[2] == 1:
+        return native.put_rows(slots, rows, new)
     index = jnp.clip(held - start[:, None], 0, rows.shape[2] - 1)
     return jnp.where(new[:, None, :, None], take_tokens(rows, index), slots)
 
 
 def _refresh_ring(
-    slots: Float[Array, "B K R C"], rows: Float[Array, "B K T C"], held: Int[Array, "B R"], start: LengthsB, total: LengthsB
+    slots: Float[Array, "B K R C"], rows: Float[Array, "B K T C"], held: Int[Array, "B R"], start: LengthsB, total: LengthsB, chosen: Chosen
 ) -> Float[Array, "B K R C"]:
     """Return what `_refresh` does. On a GPU, one new token is one row written, and not the whole ring read and written: a fifth of the
     bytes of 4K tokens in 4 bits. The CPU backend would widen all of a ring of 16 bits to write one row."""
 
     def whole() -> Array:
-        return _refresh(slots, rows, held, start, total)
+        return _refresh(slots, rows, held, start, total, chosen)
 
-    if rows.shape[2] > 1:
+    if rows.shape[2] > 1 or chosen == "native":
         return whole()
     new = (held >= start[:, None]) & (held < total[:, None])
     return lax.platform_dependent(cpu=whole, default=lambda: put_rows(slots, rows, new))
@@ -184,13 +187,14 @@ def _age(
     state: LayerState,
     side: int,
     rows: Array,
+    ring: Array,
     start: LengthsB,
     total: LengthsB,
     carry: Tree,
     prefill: bool,
     chosen: Chosen,
 ) -> Tree:
-    """Return the body with the blocks added that leave the window when `start` tokens become `total`."""
+    """Return the body with the blocks added that leave the window when `start` tokens become `total`. ring: with these tokens in it."""
     regions = plan.regions
     block, tokens = regions.block, rows.shape[2]
     blocks = regions.most_held(min(-(-tokens // block), regions.body_capacity // block))
@@ -198,11 +202,13 @@ def _age(
         return state.body[side]
     first = regions.held(regions.body(start))
     leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
+    step = tokens == 1 and not prefill  # what leaves is still in the ring, which has room for a block more than it must hold
     position = regions.held_positions(first, blocks * block)
-    index = jnp.where(position < start[:, None], regions.ring_slot(position), regions.ring_slots + position - start[:, None])
+    index = jnp.where((position < start[:, None]) | step, regions.ring_slot(position), regions.ring_slots + position - start[:, None])
 
     def encode() -> Tree:
-        source = take_tokens(jnp.concatenate([state.ring[side], rows], axis=2), index)
+        window = ring if step else jnp.concatenate([state.ring[side], rows], axis=2)
+        source = take_tokens(window, index)
         below = cross_layer.tokens_of(plan, carry, regions.held_index(position - regions.sink))
 
         def code(source: tuple[Array, Array | None, Array]) -> Tree:
@@ -218,4 +224,4 @@ def _age(
 
     # In a decode step only every block-th token makes a block age. The branch returns that block and not the body, which it would copy.
     coded = encode() if tokens > block else lax.cond(jnp.any(leaving > 0), encode, nothing)
-    return store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving)
+    return dispatch.store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving, chosen)

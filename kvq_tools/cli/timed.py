@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.cache import Cache
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LengthsB
 from kvq_models.inference import decoding, generation
 from kvq_models.inference.generation import Generated, GenerationState
@@ -98,8 +100,21 @@ def compile_generation(
     def start(llama: Llama, cache: Cache, tokens: Array, lengths: Array) -> GenerationState:
         return generation.start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
 
-    decoding.prefill_program.lower(llama, cache, tokens, lengths, False, implementation).compile()
-    compile_steps(llama, jax.eval_shape(start, llama, cache, tokens, lengths), sampling, eos_ids, implementation)
+    if cache.placement is not None:
+        tokens, lengths = jax.device_put((tokens, lengths), cache.placement.everywhere)
+    program = decoding.prefill_program.lower(llama, cache, tokens, lengths, False, implementation).compile()
+    state = jax.eval_shape(start, llama, cache, tokens, lengths)
+    if cache.placement is not None:
+        logits, filled = program.output_shardings
+        state = _placed(state, [*jax.tree.leaves(filled), logits], cache.placement)
+    compile_steps(llama, state, sampling, eos_ids, implementation)
+
+
+def _placed(state: GenerationState, first: list[Sharding], placement: Placement) -> GenerationState:
+    """Return a described state with the shardings of its first arrays, cache and logits; its counters are on every device."""
+    leaves, tree = jax.tree.flatten(state)
+    where = first + [placement.everywhere] * (len(leaves) - len(first))
+    return tree.unflatten(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to) for s, to in zip(leaves, where, strict=True))
 
 
 def compile_steps(
@@ -109,4 +124,4 @@ def compile_steps(
     generation.advance.lower(llama, state, jax.random.key(0), jnp.int32(0), sampling, eos_ids, implementation).compile()
     # the loop's counters are made by small programs of their own: they too shall not be compiled on the clock
     counters = (state.tokens, state.logprobs, state.lengths, state.ended, state.step, state.finite)
-    jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), counters)
+    jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), counters)

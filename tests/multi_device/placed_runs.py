@@ -26,7 +26,7 @@ PROMPTS = np.array([60, 23], np.int32)
 STEPS = 12
 WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "pred": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2, "s8": 1, "u8": 1}
 
-KIVI = "kivi:recent=12,block=16"
+KIVI = "k=kivi+v=int4:group_size=32+cache:recent=12,block=16"
 INNERQ = "k=innerq+v=mxfp4+cache:sink=4,recent=8,block=16"
 CROSS_LAYER = "xquant_cl:base_layer=0,sink=2,recent=3,block=16"
 
@@ -43,7 +43,6 @@ SPECS = (
     "k=polarquant:group_size=16+v=waterfill:bits=3+cache:sink=2,recent=3,block=16",
     "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",  # groups of values span heads
     "k=squat_pre:rank=6,rotate=true+v=nvfp4+cache:sink=2,recent=5,block=16,subtract_bias=true",
-    "int4:rotate=true,sink=2,recent=4,block=8",
 )
 PRODUCTS = ("xquant", "squat", "rotate")  # where a matrix product makes what is stored
 
@@ -97,19 +96,24 @@ def step_of_layers(implementation: Any) -> Callable[..., Any]:
     return step
 
 
+@functools.cache
+def program(implementation: Any) -> Callable[..., Any]:
+    """Return `step_of_layers`, to be compiled once for all runs of the same sizes."""
+    return quick_jit(step_of_layers(implementation), static_argnames="prefill", donate_argnames="cache")
+
+
 def run(spec: str, placement: kvq.Placement | None, implementation: Any = "xla", head_dim: int = 32) -> Run:
     """Fill a cache of ragged rows: a prompt, then single tokens, during which blocks age in every row; these by an `implementation`."""
     cache = kvq.init_cache(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32", placement=placement)
     own = parameters_for(spec, head_dim)
     text = texts(head_dim)
     prompt = text.window(np.zeros(BATCH, np.int32), PROMPTS, int(PROMPTS.max()), padding=0.0)
-    read, advance = (quick_jit(step_of_layers(by), static_argnames="prefill", donate_argnames="cache") for by in ("xla", implementation))
-    first, cache = read(cache, prompt, own, prefill=True)
+    first, cache = program("xla")(cache, prompt, own, prefill=True)
     outputs = [np.where(np.asarray(prompt.valid)[None, :, None, :, None], np.asarray(first), 0)]
     lowered = compiled = None
     for i in range(STEPS):
         inputs = text.window(PROMPTS + i, PROMPTS + i + 1, 1)
-        lowered = lowered or advance.lower(cache, inputs, own, prefill=False)
+        lowered = lowered or program(implementation).lower(cache, inputs, own, prefill=False)
         compiled = compiled or lowered.compile()
         out, cache = compiled(cache, inputs, own)
         outputs.append(np.asarray(out))

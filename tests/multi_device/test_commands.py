@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import jax
 import pytest
 
 import kvq_jax as kvq
@@ -12,20 +13,23 @@ from kvq_models.llama.checkpoint import read_config
 from kvq_tools.cli.mesh import placement_of
 
 SPEC = "kivi:recent=8,block=16"
+SHARED = ("--capacity", 128, "--max-new-tokens", 6)  # requests of the same sizes share their programs
 TEXT = "the key of the cat is seven, and the key of the dog is four. " * 4
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-def test_generate_writes_the_text_of_one_device(run_json, run, model):
-    request = ("generate", model, "--prompt", TEXT[:100], "--cache", SPEC, "--max-new-tokens", 8)
+def test_generate_writes_the_text_of_one_device(run_json, run, model, caplog):
+    request = ("generate", model, "--prompt", TEXT[:60], "--cache", SPEC, *SHARED)
     one = run_json(*request)
-    code, out, _ = run(*request, "--mesh", "auto")
+    with jax.log_compiles():
+        code, out, _ = run(*request, "--mesh", "auto")
     assert code == 0
     assert out.startswith(one["text"] + "\n")
     assert "on a mesh of heads=2,tokens=4" in out
     assert one["mesh"] is None
     assert f"; {one['quantized_tokens']} of {one['prompt_tokens'] + one['new_tokens']} tokens quantized" in out
     assert one["quantized_tokens"] > 0
+    assert caplog.text.count("Finished XLA compilation of jit(advance)") == 1, "the loop is compiled again while it runs"
 
 
 def test_one_device_is_no_mesh(model):
@@ -48,9 +52,9 @@ def test_chat_answers_as_on_one_device(run_json, model, monkeypatch):
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     answers = []
-    for mesh in ((), ("--mesh", "heads=2,tokens=2")):
+    for mesh in ((), ("--mesh", "auto")):
         monkeypatch.setattr("sys.stdin", io.StringIO(TEXT[:60] + "\n"))
-        found = run_json("chat", model, "--cache", SPEC, "--capacity", 128, "--max-new-tokens", 6, *mesh)
+        found = run_json("chat", model, "--cache", SPEC, *SHARED, *mesh)
         answers.append([(turn["answer"], turn["holds"]["quantized_tokens"]) for turn in found["turns"]])
     assert answers[0] == answers[1]
     assert answers[0][0][1] > 0, "nothing is quantized"

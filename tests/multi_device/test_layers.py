@@ -11,7 +11,7 @@ import pytest
 
 import kvq_jax as kvq
 from kvq_jax.methods.registry import METHODS
-from kvq_jax.placement.allowed import parse
+from kvq_jax.placement.allowed import parse, unsplittable
 from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import (
     BATCH,
@@ -26,6 +26,8 @@ from tests.multi_device.placed_runs import (
     dims_of,
     on,
     on_one_device,
+    parameters_for,
+    program,
     quick_jit,
     run,
     speaks_of_devices,
@@ -35,7 +37,7 @@ from tests.multi_device.placed_runs import (
 )
 from tests.pallas_kernels.lowering import cuda_lowering
 
-EACH_WAY = ("rows=2", "heads=2", "tokens=3", "heads=2,tokens=4")  # one of 3 shards holds a block more than the others
+EACH_WAY = ("rows=2", "heads=2", "tokens=3")  # one of 3 shards holds a block more than the others
 
 
 def check(spec: str, mesh: str) -> None:
@@ -83,8 +85,26 @@ def test_no_collective_of_a_step_is_larger_than_one_token(spec: str):
     assert largest > most // 8, "the cache is so small that gathering it would pass"
 
 
-def test_rows_alone_need_no_collective():
-    assert not collectives(on(KIVI, "rows=2").step)
+@pytest.mark.parametrize("mesh", ["rows=2", "heads=2"])
+def test_rows_and_heads_alone_need_no_collective(mesh: str):
+    assert not collectives(on(KIVI, mesh).step)
+
+
+@specs()
+def test_shards_of_rows_and_heads_do_not_speak(spec: str):
+    """What a step runs on each shard, as it is traced: of a method's own collectives, those that merge shards of tokens are all."""
+
+    def spoken(mesh: str) -> set[str]:
+        cache = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32", parse(mesh))
+        inputs = texts(32).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
+        traced = program("xla").trace(cache, inputs, parameters_for(spec), prefill=False)
+        return set(re.findall(r"\b(?:psum|pmax|pmin|all_gather|all_to_all|ppermute|reduce_scatter)\w*", str(traced.jaxpr)))
+
+    plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
+    alone = "rows=2" if any(unsplittable(plan, 2) for plan in plans) else "rows=2,heads=2"
+    assert not spoken(alone)
+    if spec == KIVI:
+        assert spoken("tokens=2"), "no collective would be found"
 
 
 @specs()
@@ -158,11 +178,11 @@ def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
 
 
 def test_the_native_kernel_reads_each_shards_part():
-    one, placed = on_one_device(KIVI), run(KIVI, parse("heads=2,tokens=3"), "native")
+    one, placed = on_one_device(KIVI), run(KIVI, parse("tokens=3"), "native")
     assert not differing(one.cache, kvq.move(placed.cache, None))
     assert np.abs(placed.outputs - one.outputs).max() <= 1e-5 * np.abs(one.outputs).max()
     assert "custom-call" in placed.step.as_text(), "no kernel was called"
-    assert "custom-call" not in on(KIVI, "heads=2").step.as_text(), "XLA calls kernels, too"
+    assert "custom-call" not in on(KIVI, "tokens=3").step.as_text(), "XLA calls kernels, too"
 
 
 def test_gpu_kernels_read_and_write_each_shards_part():

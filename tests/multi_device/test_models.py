@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from kvq_models.llama.hf_names import weights
 from kvq_models.llama.model import Llama
 from kvq_models.llama.sharding import embedded, shard_llama
 from kvq_tools.cli.memory_mesh import share
-from tests.compile_options import QUICK_FLAGS, USUAL_COMPILE
+from tests.compile_options import QUICK_FLAGS
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.multi_device.placed_runs import collectives, differing, speaks_of_devices
 
@@ -52,13 +53,16 @@ def text_of_one_device() -> np.ndarray:
     return np.asarray(generate(model(), cache_of(), TOKENS, max_new_tokens=20).tokens)
 
 
-@pytest.mark.parametrize("mesh", ["rows=2", "heads=2,tokens=4"])
-def test_text_is_that_of_one_device(mesh: str):
-    whole = generate(model(mesh), cache_of(mesh), TOKENS, max_new_tokens=20)
-    assert np.array_equal(whole.tokens, text_of_one_device())
-    *_, streamed = generate_stream(model(mesh), cache_of(mesh), TOKENS, max_new_tokens=20)
-    assert np.array_equal(streamed.tokens, text_of_one_device())
-    assert len(np.unique(text_of_one_device())) > 4, "one token over and over"
+def check_text(llama: Llama, placement: kvq.Placement, tokens: Any, expected: np.ndarray) -> None:
+    """Check that a model on a mesh writes what one device writes, at once and as a stream."""
+    for write in (generate, lambda *given, **settings: [*generate_stream(*given, **settings)][-1]):
+        cache = kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement)
+        assert np.array_equal(write(llama, cache, tokens, max_new_tokens=20).tokens, expected)
+    assert len(np.unique(expected)) > 4, "one token over and over"
+
+
+def test_rows_apart_write_the_text_of_one_device():
+    check_text(model("rows=2"), parse("rows=2"), TOKENS, text_of_one_device())
 
 
 @pytest.mark.parametrize(("kind", "entered"), [("Explicit", True), ("Explicit", False), ("Auto", True)])
@@ -67,19 +71,23 @@ def test_a_mesh_in_context_changes_nothing(kind: str, entered: bool):
     types = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
     llama, placement = shard_llama(random_llama(CONFIG), mesh), kvq.Placement(mesh, heads="x", tokens="y")
+    tokens = jax.device_put(TOKENS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    expected, written = np.asarray(prefill(model(), cache_of(), TOKENS)[0]), text_of_one_device()  # before the mesh is in context
     with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+        if kind == "Explicit" and entered:
+            check_text(llama, placement, tokens, written)
         cache = kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement)
-        tokens = jax.device_put(TOKENS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-        assert np.array_equal(generate(llama, cache, tokens, max_new_tokens=20).tokens, text_of_one_device())
+        logits = np.asarray(prefill(llama, cache, tokens)[0])
+    assert np.abs(logits - expected).max() < 1e-4 < np.abs(logits[::-1] - expected).max()
 
 
 def test_rows_apart_are_the_rows_alone():
-    read, step = (jax.jit(function, compiler_options=USUAL_COMPILE) for function in (prefill, decode_step))  # as users compile
-    logits, both = read(model("rows=2"), cache_of("rows=2"), TOKENS)
+    step = jax.jit(decode_step)
+    logits, both = prefill(model("rows=2"), cache_of("rows=2"), TOKENS)
     token = np.array([5, 9])
     after, both = step(model("rows=2"), both, token)
     for row in range(2):
-        first, alone = read(model(), cache_of(batch=1), TOKENS[row : row + 1])
+        first, alone = prefill(model(), cache_of(batch=1), TOKENS[row : row + 1])
         then, alone = step(model(), alone, token[row : row + 1])
         assert np.array_equal(first[0], logits[row])
         assert np.array_equal(then[0], after[row])
@@ -87,17 +95,20 @@ def test_rows_apart_are_the_rows_alone():
     assert not np.array_equal(after[0], after[1])
 
 
-@pytest.mark.parametrize("mesh", ["rows=2", "heads=2,tokens=4"])
-def test_what_a_step_moves_does_not_grow_with_the_cache(mesh: str):
-    step = jax.jit(decode_step, donate_argnames="cache")
-    found = []
-    for capacity in (CAPACITY, 8 * CAPACITY):
-        lowered = step.lower(model(mesh), cache_of(mesh, capacity=capacity), np.zeros(2, np.int32))
-        found.append(sorted(collectives(lowered.compile())))
-    assert found[0] == found[1]
+def moved_in_a_step(mesh: str, capacity: int) -> list[tuple[int, str]]:
+    lowered = jax.jit(decode_step, donate_argnames="cache").lower(model(mesh), cache_of(mesh, capacity=capacity), np.zeros(2, np.int32))
+    return sorted(collectives(lowered.compile()))
+
+
+def test_what_a_step_moves_does_not_grow_with_the_cache():
+    found, longer = (moved_in_a_step("heads=2,tokens=4", capacity) for capacity in (CAPACITY, 8 * CAPACITY))
+    assert found == longer
     most = max(2 * CONFIG.hidden_size, 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
-    assert max(found[0], default=(0, ""))[0] <= most
-    assert bool(found[0]) == (mesh != "rows=2"), found[0]
+    assert 0 < max(found)[0] <= most
+
+
+def test_rows_apart_move_nothing():
+    assert not moved_in_a_step("rows=2", CAPACITY)
 
 
 def test_a_step_on_one_device_knows_of_no_mesh():
@@ -120,12 +131,10 @@ def test_a_single_token_is_looked_up_without_gathering_the_embedding():
 
 
 def test_methods_that_rebuild_keys_have_their_weights_everywhere():
-    spec, mesh = "xquant:sink=2,recent=3,block=16", "tokens=4"
-    placed = prepare(model(mesh), spec)
-    logits, _ = prefill(placed, cache_of(mesh, spec), TOKENS)
-    expected, _ = prefill(prepare(model(), spec), cache_of("", spec), TOKENS)
-    assert np.abs(np.asarray(logits) - np.asarray(expected)).max() < 1e-4
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed.cache_parameters))
+    spec = "xquant:sink=2,recent=3,block=16"
+    placed, one = (prepare(model(mesh), spec).cache_parameters for mesh in ("tokens=4", ""))
+    assert not differing(one, placed, tolerance=1e-5)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed))
 
 
 def test_a_checkpoint_is_read_part_by_part(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -164,8 +173,9 @@ def test_the_plan_of_memory_counts_what_devices_hold(mesh: str):
     assert planned.body_bytes < kvq.nbytes([layer.body for layer in cache_of().layers]) / 2
 
 
-def test_two_processes_write_the_text_of_one(tmp_path: pathlib.Path):
-    """Over gloo on the loopback: each reads its parts of the checkpoint; they generate, save, load, trim and generate again."""
+def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.Path):
+    """Over gloo on the loopback: each reads its parts of the checkpoint; they prepare, generate, save, load, trim, save again and
+    stream. Then one is killed, and the other says so and ends within a minute."""
     save_llama(model(), tmp_path / "model")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -177,16 +187,27 @@ def test_two_processes_write_the_text_of_one(tmp_path: pathlib.Path):
     command = [sys.executable, str(pathlib.Path(__file__).with_name("two_processes.py"))]
     started = [
         subprocess.Popen(
-            [*command, str(rank), port, str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), port, str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]
-    printed = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], printed
-    for text in printed:
-        found = json.loads(text.strip().splitlines()[-1])
-        assert found["first"] == text_of_one_device()[:, :8].tolist()
-        assert found["then"] == found["first"], "a cache that was saved, loaded and trimmed goes on otherwise"
+    try:
+        _, told = started[1].communicate(timeout=240)
+        assert started[1].returncode == -signal.SIGKILL, told
+        printed, told = started[0].communicate(timeout=60)
+    finally:
+        for process in started:
+            process.kill()
+    assert started[0].returncode not in (0, -signal.SIGKILL), told
+    assert re.search("another task died|[Cc]onnection (closed|reset)", told), told
+    assert "came to its end" not in printed
+    found = json.loads(printed.splitlines()[-1])  # below what gloo says
+    assert found["written"] == found["streamed"] == text_of_one_device().tolist()
+    expected = kvq.trim(kvq.load_cache(tmp_path / "cache"), np.array([40, 40]))
+    assert not differing(expected, kvq.load_cache(tmp_path / "trimmed"))
+    assert differing(expected, kvq.load_cache(tmp_path / "cache")), "a cache that was not trimmed would pass"
+    prepared = [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepare(model(), "xquant").cache_parameters)]
+    assert found["prepared"] == pytest.approx(prepared, rel=1e-4)
 
 
 def test_the_rule_splits_heads_first_and_tokens_for_the_rest():

@@ -1,35 +1,53 @@
-"""One of two processes that hold a model and a cache together: python two_processes.py RANK PORT DIRECTORY. Prints what it generated."""
+"""One of two processes that hold a model and a cache together: python two_processes.py RANK PORT DIRECTORY. Prints what it found, as JSON.
+
+At last process 1 kills itself in the middle of a stream, and process 0 waits for it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import signal
 import sys
 
 import jax
 import numpy as np
 
+HEARTBEAT = 10  # seconds without a sign of life after which a process is taken for dead
+
 
 def main(rank: int, port: str, directory: pathlib.Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, rank, initialization_timeout=60)
+    jax.distributed.initialize(f"localhost:{port}", 2, rank, initialization_timeout=60, heartbeat_timeout_seconds=HEARTBEAT)
 
     import kvq_jax as kvq
     from kvq_jax.placement.allowed import parse
-    from kvq_models import generate, load_llama, prepare
+    from kvq_models import generate, generate_stream, load_llama, prepare
 
     placement = parse("heads=2,tokens=2")
     spec = "innerq:sink=4,recent=8,block=16"
     llama, _ = load_llama(directory / "model", dtype="float32", mesh=placement)
-    llama = prepare(llama, spec)
+    prepared = prepare(llama, "xquant").cache_parameters
     tokens = np.random.default_rng(0).integers(3, 90, (2, 50))
-    cache = kvq.init_cache(spec, llama.config, 2, 128, placement=placement)
-    first = generate(llama, cache, tokens, max_new_tokens=8)
+
+    def new_cache() -> kvq.Cache:
+        return kvq.init_cache(spec, llama.config, 2, 128, placement=placement)
+
+    first = generate(llama, new_cache(), tokens, max_new_tokens=20)
     text = np.asarray(first.tokens).tolist()
     kvq.save_cache(first.cache, directory / "cache")
-    loaded = kvq.trim(kvq.load_cache(directory / "cache", placement=placement), np.array([40, 40]))
-    then = generate(llama, loaded, tokens[:, 40:], max_new_tokens=8)
-    print(json.dumps({"first": text, "then": np.asarray(then.tokens).tolist()}))
+    trimmed = kvq.trim(kvq.load_cache(directory / "cache", placement=placement), np.array([40, 40]))
+    kvq.save_cache(trimmed, directory / "trimmed")
+    found = {"written": text, "prepared": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepared)]}
+    for streamed in generate_stream(llama, new_cache(), tokens, max_new_tokens=20):
+        found["streamed"] = np.asarray(streamed.tokens).tolist()
+    print(json.dumps(found), flush=True)
+
+    for i, _ in enumerate(generate_stream(llama, new_cache(), tokens, max_new_tokens=20)):
+        if rank == 1 and i == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("the stream came to its end", flush=True)
 
 
 if __name__ == "__main__":

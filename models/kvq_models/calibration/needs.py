@@ -15,6 +15,7 @@ from kvq_jax.cache.parameters import parameter_plans
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method
+from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import ArraySpec, ModelDims
 from kvq_models.llama import hf_names
 from kvq_models.llama.config import LlamaConfig
@@ -54,7 +55,8 @@ def fingerprint(llama: Llama) -> str:
     weights = {weight.name: weight for weight in hf_names.weights(llama).values()}
 
     def read(name: str) -> np.ndarray:
-        return np.asarray(weights[name].leaf.T if weights[name].transpose else weights[name].leaf)
+        whole = fetched(weights[name].leaf)
+        return whole.T if weights[name].transpose else whole
 
     return fingerprint_of(llama.config, read)
 

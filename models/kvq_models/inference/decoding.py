@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.cache.cache import Cache, check_held, dims_of
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.placement.crossing import crossing
@@ -33,7 +33,6 @@ from kvq_models.inference.padding import cropped, padded
 from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.sharding import embedded
-from pallas_kernels.launch import Launch
 
 FINISH_CHUNK = 512  # tokens whose MLP activations exist at a time
 SCORE_CHUNK = 32  # tokens that `score` decodes in one step

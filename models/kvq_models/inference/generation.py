@@ -114,7 +114,7 @@ def generate_stream(
     """
     state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
     until = 0
-    while until < max_new_tokens and not bool(jnp.all(state.ended)):
+    while until < max_new_tokens and not np.asarray(state.ended).all():
         until = min(until + STREAM_STEPS, max_new_tokens)
         state = advance(llama, state, _key(key), jnp.int32(until), sampling, tuple(eos_ids), implementation)
         yield generated(state, max_new_tokens)
@@ -155,15 +155,17 @@ def start(
 def begun(cache: Cache, logits: Float[Array, "B V"], max_new_tokens: int) -> GenerationState:
     """Return the loop's first state: a cache that holds the prompts, and the logits after them."""
     batch, width = cache.batch, bucket(max_new_tokens)
+    # where the loop leaves them: lying elsewhere at first, they would have the first segment compiled apart
+    where = None if cache.placement is None else cache.placement.everywhere
     return GenerationState(
         cache,
         logits,
-        jnp.zeros((batch, width), jnp.int32),
-        jnp.zeros((batch, width), jnp.float32),
-        jnp.zeros((batch,), jnp.int32),
-        jnp.zeros((batch,), bool),
-        jnp.int32(0),
-        jnp.ones((batch,), bool),
+        jnp.zeros((batch, width), jnp.int32, device=where),
+        jnp.zeros((batch, width), jnp.float32, device=where),
+        jnp.zeros((batch,), jnp.int32, device=where),
+        jnp.zeros((batch,), bool, device=where),
+        jnp.zeros((), jnp.int32, device=where),
+        jnp.ones((batch,), bool, device=where),
     )
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,6 +20,7 @@ from kvq_jax.cache.parameters import parameter_plans, prepare_layer
 from kvq_jax.cache.spec import CacheSpec, parse
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method
+from kvq_jax.placement.processes import fetched
 from kvq_jax.types.array_types import Tree
 from kvq_models.calibration.file import Calibration, check_tensors, read_calibration
 from kvq_models.calibration.needs import fingerprint, needs
@@ -125,7 +127,10 @@ def _parameters(llama: Llama, spec: CacheSpec, calibration: Calibration | None, 
     layers: list[tuple[Tree, Tree]] = [((), ())] * len(llama.layers)
     needed = [i for i, sides in enumerate(_purpose(spec, dims)) if any(sides)]
     for layer in progress(needed, "preparing layers") if progress else needed:
-        layers[layer] = prepare_layer(spec, dims, layer, weights=layer_weights(llama.layers[layer]), calibrated=calibrated.get(layer))
+        weights = layer_weights(llama.layers[layer])
+        if jax.process_count() > 1:  # each makes all of the parameters, from whole weights
+            weights = jax.tree.map(lambda leaf: jnp.asarray(fetched(leaf)), weights)
+        layers[layer] = prepare_layer(spec, dims, layer, weights=weights, calibrated=calibrated.get(layer))
     return CacheParameters(layers, _purpose(spec, dims)) if needed else ()
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvq_jax as kvq
 from kvq_jax.attention import dispatch
 from kvq_jax.layer.plan import LayerPlan, LayerState
 from tests.kvq_jax.layer_runs import (
+    CAPACITY,
+    DIMS,
     STEP,
     agrees,
     attend_reference,
@@ -29,7 +33,11 @@ from tests.methods_table import METHOD_CASES, MethodCase
 if reason := dispatch.no_device("native"):
     pytest.skip(reason, allow_module_level=True)
 
-SERVED = [case for case in METHOD_CASES if dispatch.unsupported(empty(case.spec)[0], 4, 1, "native") is None]
+SERVED = [
+    case
+    for case in METHOD_CASES
+    if dispatch.unsupported(kvq.layout(case.spec, DIMS, 1, CAPACITY, "float32").plans[-1], 4, 1, "native") is None
+]
 
 
 def polluted(plan: LayerPlan, state: LayerState, live: np.ndarray) -> LayerState:
@@ -58,7 +66,7 @@ def test_the_table_has_methods_of_every_kind_that_kernels_serve():
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.id)
-def test_the_kernel_attends_as_the_reference_does(case: MethodCase):
+def test_the_kernels_attend_as_the_reference_does_and_write_the_same_state(case: MethodCase):
     plan, state = empty(case.spec)
     lengths, tokens = boundary_lengths(plan), sequences()
     start, before = before_the_last(plan, state, lengths, 1)
@@ -66,6 +74,7 @@ def test_the_kernel_attends_as_the_reference_does(case: MethodCase):
     spoiled = polluted(plan, before, np.asarray(plan.regions.body(jnp.asarray(start))))
     out, after, _ = decode_natively(plan, parameters_of(plan), spoiled, inputs, ())
     _, clean, _ = decode(plan, parameters_of(plan), before, inputs, ())
+    chex.assert_trees_all_equal(after, decode(plan, parameters_of(plan), spoiled, inputs, ())[1])
     out = np.asarray(out, np.float32)
 
     def expected(lengths: np.ndarray) -> np.ndarray:

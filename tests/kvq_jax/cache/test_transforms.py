@@ -12,8 +12,21 @@ from jax import lax
 import kvq_jax as kvq
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from tests.compile_options import USUAL_COMPILE
 from tests.kvq_jax.cache_runs import LENGTHS, filled
-from tests.kvq_jax.layer_runs import beyond_rounding, decode, empty, live, parameters_of, quick_jit, row_errors, run, sequences
+from tests.kvq_jax.layer_runs import (
+    STEP,
+    beyond_rounding,
+    decode,
+    empty,
+    live,
+    parameters_of,
+    quick_jit,
+    row_errors,
+    run,
+    sequences,
+    with_small_chunks,
+)
 from tests.methods_table import MethodCase, cases
 
 
@@ -62,6 +75,21 @@ def test_eager_equals_jit(case: MethodCase):
     eager_out, eager_after, _ = decode_layer(plan, parameters_of(plan), state, inputs, ())
     assert_same_state(plan, eager_after, after, state, start + 1)
     assert row_errors(np.asarray(eager_out), np.asarray(out)).max() <= 1e-5
+
+
+@cases("innerq2")
+def test_a_step_compiled_as_for_users_equals_that_of_the_tests(case: MethodCase):
+    plan, state = empty(case.spec)
+    start = np.array([0, 1, 12, 23, 27, 28, 60, 82], np.int32)
+    _, state = run(plan, state, sequences(), start, start)
+    inputs = sequences(seed=4).window(start, start + STEP, STEP)
+    step = functools.partial(decode_layer, implementation="xla")
+    optimized = jax.jit(with_small_chunks(step), static_argnums=0, compiler_options=USUAL_COMPILE)
+    out, after, _ = optimized(plan, parameters_of(plan), state, inputs, ())
+    quick_out, quick_after, _ = decode(plan, parameters_of(plan), state, inputs, ())
+    assert_same_state(plan, after, quick_after, state, start + STEP)
+    assert row_errors(np.asarray(out), np.asarray(quick_out)).max() <= 1e-5
+    assert row_errors(np.asarray(out)[::-1], np.asarray(quick_out)).max() > 1e-2, "other rows' outputs would pass"
 
 
 def test_vmap_over_caches_equals_each_cache():

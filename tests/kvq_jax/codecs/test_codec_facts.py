@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import numpy as np
 
 import kvq_jax as kvq
-from kvq_jax.layer.plan import by_side
-from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, sequences
+from kvq_jax.codecs.base import Codec, OutlierCounts
+from kvq_jax.layer.plan import LayerPlan, by_side
+from tests.kvq_jax.layer_runs import DIMS, empty, parameters_of, quick_jit, sequences
 from tests.methods_table import MethodCase, cases
 
 TOKENS = 64
+
+
+@functools.partial(quick_jit, static_argnums=(0, 1))
+def stored(plan: LayerPlan, codec: Codec, own: Any, inputs: kvq.LayerInputs) -> tuple[jax.Array, Any, jax.Array, OutlierCounts | None]:
+    """Return rows in whole blocks, the body that they are quantized to, what it decodes to, and its outliers where it has slots for any."""
+    rows = codec.rows(own, inputs)[:, :, : TOKENS // plan.regions.block * plan.regions.block]
+    stats = codec.initial_statistics(len(rows), plan.heads)
+    body = codec.quantize(own, stats, rows, prefill=True)
+    counts = codec.outlier_counts(body) if codec.outlier_slots(plan.heads) else None
+    return rows, body, codec.dequantize(own, stats, body), counts
 
 
 @cases(every=True)
@@ -20,12 +33,10 @@ def test_a_codec_is_exact_where_rows_come_back_as_they_are_and_counts_the_outlie
     plan, _ = empty(case.spec, batch=2)
     whole = sequences(2).window(np.zeros(2, np.int32), np.full(2, TOKENS, np.int32), TOKENS)
     for codec, own in zip(plan.codecs, by_side(parameters_of(plan)), strict=False):
-        rows = codec.rows(own, whole)[:, :, : TOKENS // plan.regions.block * plan.regions.block]
-        stats = codec.initial_statistics(2, plan.heads)
-        body = codec.quantize(own, stats, rows, prefill=True)
-        assert codec.exact == bool((codec.dequantize(own, stats, body) == rows).all())
-        if slots := codec.outlier_slots(plan.heads):
-            counts = codec.outlier_counts(body)
+        rows, body, decoded, counts = stored(plan, codec, own, whole)
+        assert codec.exact == np.array_equal(decoded, rows)
+        if counts is not None:
+            slots = codec.outlier_slots(plan.heads)
             runs = counts.kept.shape[1]
             assert counts.kept.shape == counts.dropped.shape == (2, runs)
             assert runs % (rows.shape[2] // plan.regions.block) == 0, "a block is whole runs"

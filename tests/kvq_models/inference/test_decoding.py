@@ -21,7 +21,8 @@ from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors
 
 CAPACITY = 96
 LENGTH = 72
-SPECS = ("dense", "kivi:bits=4,recent=8,block=8", "kivi:bits=4,recent=8,block=8,pre_rope=true", "innerq:bits=3,sink=4,recent=8,block=8")
+KIVI, INNERQ = "kivi:bits=4,recent=8,block=8", "innerq:bits=3,sink=4,recent=8,block=8"  # the same for many tests, which share programs
+SPECS = ("dense", KIVI, f"{KIVI},pre_rope=true", INNERQ)
 EIGHT_BITS = "k=kivi:bits=8,pre_rope=true+v=innerq:bits=8+cache:recent=8,block=8,sink=2"
 step = jax.jit(decode_step, donate_argnames="cache")
 xla_step = jax.jit(functools.partial(decode_step, implementation="xla"), donate_argnames="cache")
@@ -69,8 +70,8 @@ def test_long_prompts_take_several_query_chunks_and_stay_exact():
 def test_last_logits_are_those_of_each_rows_last_token():
     tokens = random_tokens((2, 40))
     lengths = [40, 17]
-    every, _ = prefill(model(), new_cache("innerq"), tokens, lengths, logits="all")
-    last, cache = prefill(model(), new_cache("innerq"), tokens, lengths)
+    every, _ = prefill(model(), new_cache(INNERQ), tokens, lengths, logits="all")
+    last, cache = prefill(model(), new_cache(INNERQ), tokens, lengths)
     for row, length in enumerate(lengths):
         assert row_errors(last[row], every[row, length - 1]).max() < 1e-5, f"row {row}"
         assert row_errors(last[row], every[row, length - 2]).max() > 1e-3, f"row {row}: the token before must differ"
@@ -78,7 +79,7 @@ def test_last_logits_are_those_of_each_rows_last_token():
 
 
 def test_a_row_without_new_tokens_keeps_its_cache_and_gets_nan_logits():
-    _, cache = prefill(model(), new_cache("kivi:recent=8,block=8"), random_tokens((2, 40)))
+    _, cache = prefill(model(), new_cache(KIVI), random_tokens((2, 40)))
     before = jax.tree.map(np.array, cache)
     logits, after = prefill(model(), cache, random_tokens((2, 24), seed=1), [24, 0])
     assert np.isnan(logits[1]).all()
@@ -148,10 +149,10 @@ def test_score_equals_a_loop_over_decode_step(spec):
 
 
 def test_quantized_tokens_change_the_scores():
-    tokens = random_tokens((1, LENGTH))
+    tokens = random_tokens((2, LENGTH))
     found = {}
-    for spec in ("dense", "kivi:bits=2,recent=8,block=8"):
-        _, cache = prefill(model(), new_cache(spec, 1), tokens[:, :40])
+    for spec in ("dense", KIVI):
+        _, cache = prefill(model(), new_cache(spec), tokens[:, :40])
         found[spec] = np.asarray(score(model(), cache, tokens[:, 40:])[0])
     dense, kivi = found.values()
     assert np.abs(dense - kivi).max() > 1e-3, "the body was not read"
@@ -162,7 +163,7 @@ def test_a_ragged_batch_decodes_each_row_as_alone():
     lengths = [50, 23]
     padded, given = right_padded([tokens[b, :n].tolist() for b, n in enumerate(lengths)], pad=7)
     # fp32 scales: two programs round keys apart (1e-6), which can turn a float16 scale by a unit in its last place (4e-5 in the logits)
-    spec = "innerq:recent=8,block=8,sink=4,scale_dtype=float32"
+    spec = f"{INNERQ},scale_dtype=float32"
     together, cache = prefill(model(), new_cache(spec), padded, given)
     together = [np.asarray(together)]
     for t in range(10):
@@ -177,19 +178,18 @@ def test_a_ragged_batch_decodes_each_row_as_alone():
 
 
 def test_a_full_row_is_not_written_and_says_so():
-    spec, capacity = "kivi:recent=8,block=8", 40
-    _, cache = prefill(model(), new_cache(spec, 2, capacity), random_tokens((2, capacity)), [capacity, 30])
+    _, cache = prefill(model(), new_cache(KIVI), random_tokens((2, CAPACITY)), [CAPACITY, 30])
     before = jax.tree.map(np.array, cache)
     logits, after = step(model(), cache, jnp.asarray([1, 2]))
     assert np.isnan(logits[0]).all(), "the full row's logits"
     assert np.isfinite(logits[1]).all(), "the other row's logits"
-    assert np.asarray(after.lengths).tolist() == [capacity, 31]
+    assert np.asarray(after.lengths).tolist() == [CAPACITY, 31]
     for a, b in zip(jax.tree.leaves(before.layers), jax.tree.leaves(after.layers), strict=True):
         assert jnp.array_equal(a[0], b[0]), "the full row was written"
 
 
 def test_inactive_rows_freeze():
-    _, cache = prefill(model(), new_cache("innerq:recent=8,block=8"), random_tokens((2, 60)))
+    _, cache = prefill(model(), new_cache(INNERQ), random_tokens((2, 60)))
     before = jax.tree.map(np.array, cache)
     logits, after = step(model(), cache, jnp.asarray([1, 2]), jnp.asarray([True, False]))
     assert np.isnan(logits[1]).all()

@@ -1,0 +1,153 @@
+"""Decode steps of a small random Llama on eight virtual devices of this CPU, against one, and what their collectives cost.
+
+Virtual devices share this machine's cores, so nothing gets faster: what the rows show is how much the splitting itself adds. The
+collectives of a step are counted in its compiled program, and timed apart: as many fp32 sums over the mesh, of the same sizes, one after
+the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+DEVICES = 8
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
+
+import kvq_jax as kvq  # noqa: E402
+from benchmarks.cpu.decode_step import random_cache, random_llama  # noqa: E402
+from benchmarks.cpu.timing import Shape, relative_error  # noqa: E402
+from benchmarks.report_file import Report, arguments, header  # noqa: E402
+from kvq_jax.placement.allowed import parse  # noqa: E402
+from kvq_models import Llama, decode_step, shard_llama  # noqa: E402
+
+MESHES = ("rows=4", "heads=4", "tokens=8", "heads=4,tokens=2", "rows=2,heads=4")
+BATCH, LAYERS, HEAD_DIM = 4, 4, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A step through one cache on one mesh ("" for a single device). Times are in ms: the median, and all samples of a step.
+
+    error: of the logits, relative to those of one device. collectives: of a step; their bytes are those of the
+    results on each device, all taken for fp32.
+    """
+
+    cache: str
+    mesh: str
+    tokens: int
+    step_ms: float
+    samples_ms: tuple[float, ...]
+    collectives: int
+    collective_bytes: int
+    collectives_ms: float
+    error: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshReport(Report):
+    """Steps on virtual devices. cores: of the machine that they share."""
+
+    batch: int
+    cores: int
+    rows: tuple[Row, ...]
+
+
+def collective_sizes(program: jax.stages.Compiled) -> list[int]:
+    """Return how many numbers each collective of a compiled step gives."""
+    found = []
+    for line in (program.as_text() or "").splitlines():
+        match = re.search(r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            found.append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
+    return found
+
+
+def timed(call: Callable[[], object], rounds: int) -> tuple[float, ...]:
+    """Return milliseconds of each of `rounds` calls, after one that is not timed."""
+    samples = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        samples.append(1e3 * (time.perf_counter() - started))
+    return tuple(samples[1:])
+
+
+def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) -> float:
+    """Return the median time of sums of so many floats over all devices, each of which waits for the one before."""
+    if not sizes:
+        return 0.0
+    axes = placement.mesh.axis_names
+
+    def sums(start: jax.Array) -> jax.Array:
+        for size in sizes:
+            start = jax.lax.psum(jnp.broadcast_to(start, (size,)), axes)[0] / DEVICES
+        return start
+
+    run = jax.jit(jax.shard_map(sums, mesh=placement.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    start = jax.device_put(jnp.ones(()), placement.everywhere)
+    return statistics.median(timed(lambda: run(start), rounds))
+
+
+def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list[Row]:
+    """Return a row for one device and one for each mesh that the cache's method can have."""
+    plain = random_llama(LAYERS, HEAD_DIM)
+    shape = Shape(BATCH, tokens, HEAD_DIM, plain.config.num_key_value_heads, 4)
+    token = jnp.arange(BATCH, dtype=jnp.int32)
+    step = jax.jit(decode_step, donate_argnames="cache")
+    rows: list[Row] = []
+    expected = None
+    for mesh in ("", *meshes):
+        placement = parse(mesh) if mesh else None
+        filled = random_cache(plain, spec, shape, tokens + rounds + 2)
+        held = [filled if placement is None else kvq.move(filled, placement)]
+        llama = plain if placement is None else shard_llama(plain, placement)
+        sizes = collective_sizes(step.lower(llama, held[0], token).compile())
+
+        def one(held: list[kvq.Cache] = held, llama: Llama = llama) -> jax.Array:
+            logits, held[0] = step(llama, held[0], token)
+            return logits
+
+        logits = np.asarray(one())
+        expected = logits if expected is None else expected
+        samples = timed(one, rounds)
+        apart = collectives_ms(placement, sizes, rounds) if placement else 0.0
+        error = relative_error(jnp.asarray(logits), jnp.asarray(expected))
+        rows.append(Row(spec, mesh, tokens, statistics.median(samples), samples, len(sizes), 4 * sum(sizes), apart, error))
+        begun = f"{spec:14} {mesh or 'one device':18} {tokens:6} tokens {rows[-1].step_ms:8.2f} ms a step"
+        print(f"{begun}, {len(sizes):3} collectives of {4 * sum(sizes):7} bytes {apart:7.2f} ms, error {error:.1e}", flush=True)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cache", action="append", metavar="SPEC", help="may be repeated (default: dense, kivi:bits=4, innerq:bits=2)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 16384], metavar="N", help="held by the caches")
+    parser.add_argument("--rounds", type=int, default=24, metavar="R", help="timed steps (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="two meshes, 256 tokens, two steps: to see that it runs")
+    parser.add_argument("--json", metavar="FILE", help="write the rows")
+    args = parser.parse_args(argv)
+    if len(jax.devices()) < DEVICES:
+        parser.error(f"JAX has started with {len(jax.devices())} devices; run it as a process of its own, on the CPU")
+    caches = args.cache or (["kivi:bits=4"] if args.quick else ["dense", "kivi:bits=4", "innerq:bits=2"])
+    lengths, meshes, rounds = ([256], MESHES[2:4], 2) if args.quick else (args.tokens, MESHES, args.rounds)
+    rows = tuple(row for spec in caches for tokens in lengths for row in measured(spec, tokens, meshes, rounds))
+    if args.json:
+        command = header(("benchmarks.mesh", *arguments(argv)))
+        title = f"Decode steps of a Llama with {LAYERS} layers on {DEVICES} virtual devices"
+        MeshReport(title=title, **command, batch=BATCH, cores=os.cpu_count() or 0, rows=rows).write(args.json)
+
+
+if __name__ == "__main__":
+    main()
