@@ -15,6 +15,7 @@ import functools
 import importlib
 import re
 import types
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -155,12 +156,15 @@ def attend(
     limits: PositionsBT,
     chosen: Chosen,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does; what `choose` chose reads the body. before, after: the state without and with the new tokens."""
+    """Attend as `streaming.attend` does, with NaN past the capacity; what `choose` chose reads the body. before, after: the state without
+    and with the new tokens."""
     if isinstance(chosen, Launch):
         return _fused().attend(plan, params, after, body, inputs, limits, chosen)
     if chosen == "native":
-        return native.attend(plan, params, before, after, body, inputs, limits)
-    return streaming.attend(plan, params, before, body, inputs, limits)
+        out = native.attend(plan, params, before, after, body, inputs, limits)
+    else:
+        out = streaming.attend(plan, params, before, body, inputs, limits)
+    return streaming.without_lost(plan, inputs.positions, out)
 
 
 def quantize(codec: Codec, params: Tree, stats: Tree, rows: RowsBKTH, positions: PositionsBT, *, prefill: bool, chosen: Chosen) -> Tree:
@@ -182,17 +186,18 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
     return store(block, stored, values, first, count)
 
 
-def append_block(
-    plan: LayerPlan, codec: Codec, stats: Tree, body: Tree, ring: RowsBKTH, first: LengthsB, leaving: LengthsB, chosen: Chosen
-) -> Tree | None:
-    """Return the body with the block added that leaves the ring of each row where leaving[b] > 0, tokens first[b] on, in place and in one
-    launch; None where no fused kernel is chosen that does it. The ring holds the newest tokens already."""
+def append_token(
+    plan: LayerPlan, state: LayerState, rows: Sequence[RowsBKTH], start: LengthsB, total: LengthsB, chosen: Chosen
+) -> tuple[LayerState | None, tuple[bool, ...]]:
+    """Return the state with the token in the windows that each row has where total > start, and which bodies have what leaves them: in
+    place and in one launch, in which the new row is written before blocks are read. None and none where no fused kernels are chosen."""
+    if not isinstance(chosen, Launch):
+        return None, (False,) * len(plan.codecs)
     regions = plan.regions
-    whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0
-    if not isinstance(chosen, Launch) or not whole_blocks or codec.cross_layer is not None or regions.shards > 1:
-        return None
-    job = codec.kernel_job(stats, prefill=False)
-    return None if job is None else _fused().append_block(codec, job, body, ring, first, leaving, chosen)
+    whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0 and regions.recent > 0
+    serves = whole_blocks and regions.shards == 1 and plan.cross_layer is None and regions.body_capacity > 0
+    jobs = [codec.kernel_job(stats, prefill=False) if serves else None for codec, stats in zip(plan.codecs, state.stats, strict=True)]
+    return _fused().append_token(plan, state, rows, start, total, jobs, chosen), tuple(job is not None for job in jobs)
 
 
 def _fused() -> types.ModuleType:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
@@ -15,32 +17,45 @@ from kvq_jax.codecs.base import Codec, KernelJob
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
-from pallas_kernels.decode_attention.kernel import decode_attention
+from pallas_kernels.decode_attention.kernel import decode_attention, split_attention
+from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
+from pallas_kernels.quantize.append import Blocks, Places, Side
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
 
+BodyArguments: TypeAlias = tuple[Float[Array, "B K R H"], tuple[Reader, Sequence[Array]], tuple[Reader, Sequence[Array]], Int[Array, " B"]]
+
 
 def attend(
     plan: LayerPlan, params: Tree, after: LayerState, body: Sides, inputs: LayerInputs, limits: PositionsBT, launch: Launch
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with one query token, which the windows of the state `after` the append hold already."""
+    """Attend as `streaming.attend` does, with one query token, which the windows of the state `after` the append hold already; NaN past the
+    capacity."""
     if not _reads_windows(plan, after):
-        return streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
+        out = streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
+        return streaming.without_lost(plan, inputs.positions, out)
     batch, heads, _, head_dim = inputs.q_rot.shape
-    rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
-    tokens = inputs.positions[:, 0] + inputs.valid[:, 0].astype(inputs.positions.dtype)
-    part = attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)
-    of_body = _body_part(launch, plan, params, after.stats, body, inputs.rope, rows, limits)
+    group, positions = heads // plan.heads, inputs.positions[:, 0]
+    rows = inputs.q_rot.reshape(batch, plan.heads, group, head_dim)
+    tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
+    windows = attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)
+    arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
+    _, _, (values, _), _ = arguments
+    if plan.regions.axis is None and plan.v.sums_vectors and not values.adds_values:
+        of_body, _ = split_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
+        capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
+        return finished([windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
+    part = _body_part(launch, plan, arguments)
     if plan.regions.axis is not None:
-        of_body = online_softmax.across(of_body, plan.regions.axis)
-    out = online_softmax.finish(online_softmax.merge(part, of_body))
-    return out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
+        part = online_softmax.across(part, plan.regions.axis)
+    out = online_softmax.finish(online_softmax.merge(merged([windows], group, launch=launch), part))
+    return streaming.without_lost(plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape))
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState) -> bool:
@@ -54,12 +69,16 @@ def _add_body(
     launch: Launch, view: streaming.View, queries: streaming.Queries, rows: Float[Array, "B K R H"], part: PartialAttention
 ) -> PartialAttention:
     """Return `part` with the body added, as `streaming.read_chunks` does, but by the decode-attention kernel."""
-    of_body = _body_part(launch, view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits)
-    return online_softmax.merge(part, of_body)
+    arguments = _body_arguments(view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits)
+    return online_softmax.merge(part, _body_part(launch, view.plan, arguments))
 
 
-def _body_part(
-    launch: Launch,
+def _body_part(launch: Launch, plan: LayerPlan, arguments: BodyArguments) -> PartialAttention:
+    part = decode_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
+    return part._replace(o=plan.v.kernel_sum(part.o))
+
+
+def _body_arguments(
     plan: LayerPlan,
     params: Tree,
     stats: Sides,
@@ -67,14 +86,13 @@ def _body_part(
     rope: Rope | None,
     rows: Float[Array, "B K R H"],
     limits: PositionsBT,
-) -> PartialAttention:
+) -> BodyArguments:
+    """Return the queries, the readers of keys and values with their arrays, and the limits, as kernels take them."""
     keys, values = (
         reader_and_arrays(codec, own, arrays, rope, plan.regions.sink) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
     )
     query = plan.k.query(params[0], stats[0], rows)
-    regions = plan.regions
-    part = decode_attention(query, keys, values, regions.held(limits[:, 0]), capacity=regions.held_capacity, launch=launch)
-    return part._replace(o=plan.v.kernel_sum(part.o))
+    return query, keys, values, plan.regions.held(limits[:, 0])
 
 
 def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:
@@ -99,26 +117,38 @@ def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> Gr
     return GroupedArray(packed.words, packed.scale, packed.zero, format)
 
 
-def append_block(
-    codec: Codec, job: KernelJob, stored: GroupedArray, ring: RowsBKTH, first: LengthsB, leaving: LengthsB, launch: Launch
-) -> GroupedArray:
-    """Return a stored body with the block of tokens from first[b] on, quantized from the ring, in each row where leaving[b] > 0."""
-    format, scheme, divisor = job
-    specs = codec.body(1, 1, format.block)
-    body = load_body(specs, stored)
-    packed = quantize_append.append_block(
-        Packed(body.words, body.scale, body.zero),
-        ring,
-        first,
-        leaving,
-        _grouped_reader(codec),
-        scheme,
-        format.bits,
-        block=format.block,
-        divisor=divisor,
-        launch=launch,
-    )
-    return jax.tree.map(lambda spec, array: spec.store(array), specs, GroupedArray(packed.words, packed.scale, packed.zero, format))
+def append_token(
+    plan: LayerPlan,
+    state: LayerState,
+    rows: Sequence[RowsBKTH],
+    start: LengthsB,
+    total: LengthsB,
+    jobs: Sequence[KernelJob | None],
+    launch: Launch,
+) -> LayerState:
+    """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in each body
+    whose codec has a job."""
+    block, first = plan.regions.block, plan.regions.body(start)
+    places = Places(start, total > start, first, plan.regions.body(total) > first)
+    sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
+    for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
+        blocks = None
+        if job is not None:
+            stored = load_body(specs[side], state.body[side])
+            packed = Packed(stored.words, stored.scale, stored.zero)
+            blocks = Blocks(packed, _grouped_reader(codec), job.scheme, job.format.bits, job.divisor)
+        sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
+    after = quantize_append.append_token(sides, places, block=block, launch=launch)
+
+    def body(side: int) -> Tree:
+        job, blocks = jobs[side], after[side].blocks
+        if job is None or blocks is None:
+            return state.body[side]
+        array = GroupedArray(blocks.body.words, blocks.body.scale, blocks.body.zero, job.format)
+        return jax.tree.map(lambda spec, array: spec.store(array), specs[side], array)
+
+    sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))
+    return dataclasses.replace(state, sink=sink, ring=ring, body=(body(0), body(1)))
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

@@ -72,6 +72,11 @@ def attend(
     return jnp.moveaxis(out, 0, 2).reshape(padded.q.shape)[:, :, :tokens]
 
 
+def without_lost(plan: LayerPlan, positions: PositionsBT, out: QueryBNTH) -> QueryBNTH:
+    """Return the attention of tokens with NaN past the capacity."""
+    return jnp.where((positions >= plan.regions.capacity)[:, None, :, None], jnp.nan, out)
+
+
 def chunk_tokens(block: int, capacity: int, rows: Float[Array, "B K R H"], row_width: int = 0) -> int:
     """Return the number of body tokens that query rows read in one step, a multiple of `block`.
 

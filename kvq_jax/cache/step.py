@@ -170,9 +170,7 @@ def _layer_step(
     plan: LayerPlan, prefill: bool, implementation: Implementation, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree
 ) -> tuple[QueryBNTH, LayerState, Tree]:
     layer = prefill_layer if prefill else decode_layer
-    out, state, carry = layer(plan, params, state, inputs, carry, implementation)
-    lost = inputs.positions >= plan.regions.capacity
-    return jnp.where(lost[:, None, :, None], jnp.nan, out), state, carry
+    return layer(plan, params, state, inputs, carry, implementation)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

@@ -43,7 +43,7 @@ def prefill_layer(
     after = append_layer(plan, params, state, inputs, carry, prefill=True, chosen=chosen)
     carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     out = streaming.attend(plan, params, state, plan.readable(state.body, carry), inputs, limits)
-    return out, after, carry
+    return streaming.without_lost(plan, inputs.positions, out), after, carry
 
 
 def decode_layer(
@@ -75,14 +75,22 @@ def append_layer(
     params, regions = by_side(params), plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
-    sink, ring, body = [], [], []
-    for side, codec in enumerate(plan.codecs):
-        rows = codec.rows(params[side], inputs).astype(state.ring[side].dtype)
-        slots = jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(rows), regions.sink_slots))
-        sink.append(_refresh(state.sink[side], rows, slots, start, total, chosen))
-        ring.append(_refresh_ring(state.ring[side], rows, regions.ring_positions(total), start, total, chosen))
-        body.append(_age(plan, codec, params[side], state, side, rows, ring[side], start, total, carry, prefill, chosen))
-    return dataclasses.replace(state, sink=tuple(sink), ring=tuple(ring), body=tuple(body))
+    rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=True)]
+    after, aged = None, (False, False)
+    if not prefill and inputs.positions.shape[1] == 1:
+        after, aged = dispatch.append_token(plan, state, rows, start, total, chosen)
+    if after is None:
+        held, in_ring = jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)), regions.ring_positions(total)
+        sink = tuple(_refresh(slots, new, held, start, total, chosen) for slots, new in zip(state.sink, rows, strict=True))
+        ring = tuple(_refresh_ring(slots, new, in_ring, start, total, chosen) for slots, new in zip(state.ring, rows, strict=True))
+        after = dataclasses.replace(state, sink=sink, ring=ring)
+    body = (
+        after.body[side]
+        if aged[side]
+        else _age(plan, codec, params[side], state, side, rows[side], after.ring[side], start, total, carry, prefill, chosen)
+        for side, codec in enumerate(plan.codecs)
+    )
+    return dataclasses.replace(after, body=tuple(body))
 
 
 def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:
@@ -195,10 +203,6 @@ def _age(
     first = regions.held(regions.body(start))
     leaving = (regions.held(regions.body(total)) - first) // block  # [B], at most `blocks`
     step = tokens == 1 and not prefill  # what leaves is still in the ring, which has room for a block more than it must hold
-    if step:
-        body = dispatch.append_block(plan, codec, state.stats[side], state.body[side], ring, first, leaving, chosen)
-        if body is not None:
-            return body
     position = regions.held_positions(first, blocks * block)
     index = jnp.where((position < start[:, None]) | step, regions.ring_slot(position), regions.ring_slots + position - start[:, None])
 

@@ -2,9 +2,8 @@
 
     m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b (partial_attention.py)
 
-One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32. The partial attention of
-all splits is merged exactly outside (`merge_splits`), by a few small kernels of XLA. Readers (readers/base.py) know what the stored arrays
-mean.
+One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32; a second kernel merges
+the splits (merge.py). Readers (readers/base.py) know what the stored arrays mean.
 
 Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are in full precision, a
 multiple of 32 (of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads
@@ -25,11 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
+from pallas_kernels.decode_attention.merge import merged
+from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention, Splits
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
-from pallas_kernels.readers.shared import LN2, LOG2E
+from pallas_kernels.readers.shared import LN2, LOG2E, real_columns
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
@@ -52,25 +52,43 @@ def decode_attention(
     (full-precision rows: to their dtype); scores, sums and the merge are fp32. Raises ValueError where the tuning's tile does not fit the
     contract.
     """
+    parts, kept = split_attention(q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch)
+    part = merged([parts], q.shape[2], launch=launch)
+    if kept is None:
+        return part
+    (v, v_stored), kept = values, kept[:, :, : q.shape[2]]
+    more = v.more_values(jnp.exp(kept * LN2 - part.m), v_stored, limits)
+    return part if more is None else part._replace(o=part.o + more)
+
+
+def split_attention(
+    q: Float[Array, "B K G H"],
+    keys: tuple[Reader, Sequence[Array]],
+    values: tuple[Reader, Sequence[Array]],
+    limits: Int[Array, " B"],
+    *,
+    capacity: int,
+    tuning: Tuning | None = None,
+    launch: Launch = LAUNCH,
+) -> tuple[Splits, Float[Array, "B K R S"] | None]:
+    """Return what `decode_attention` merges, and all scores, in units of log2, where the values need them (`Reader.adds_values`)."""
     batch, heads, group, channels = q.shape
-    columns = max(8, pl.next_power_of_2(group))
+    columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
     padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
     more = k.more_scores(q.astype(jnp.float32) * (LOG2E * channels**-0.5), k_stored, limits, launch)
-    by_slots = pl.next_power_of_2(group), capacity // SPAN, k.slots, SPAN // k.slots
-    added = () if more is None else (_padded(more, by_slots[0]).reshape(batch, heads, *by_slots),)
+    by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
+    added = () if more is None else (_padded(more, real).reshape(batch, heads, *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
     splits = tuning.splits(batch * heads, capacity)
-    count, width = v.chunks
-    outputs = [(count, width, columns), (columns,), (columns,)]
-    shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in outputs]
+    shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in ((real,), (real,), (channels, real))]
     if v.adds_values:
         shapes.append(jax.ShapeDtypeStruct((batch, heads, *by_slots), jnp.float32))
-    out, largest, total, *scores = triton_call(
+    m, l, o, *kept = triton_call(
         functools.partial(_kernel, readers=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=launch.asm, columns=columns),
         name="decode_attention",
         grid=(batch, heads, splits),
@@ -81,12 +99,7 @@ def decode_attention(
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )(limits.astype(jnp.int32), *flat)
-    part = merge_splits(out[..., :group], largest[..., :group], total[..., :group])
-    if not scores:
-        return part
-    kept = scores[0].reshape(batch, heads, -1, capacity)[:, :, :group]
-    more = v.more_values(jnp.exp(kept * LN2 - part.m), v_stored, limits)
-    return part if more is None else part._replace(o=part.o + more)
+    return Splits(m, l, o), kept[0].reshape(batch, heads, real, capacity) if kept else None
 
 
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
@@ -103,24 +116,16 @@ def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"
     return jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[2]), (0, 0)))
 
 
-def merge_splits(out: Float[Array, "B K P C W G"], largest: Float[Array, "B K P G"], total: Float[Array, "B K P G"]) -> PartialAttention:
-    """Merge the (o, m, l) of all splits P exactly; m comes in units of log2."""
-    m = jnp.max(largest, axis=2, keepdims=True)
-    shrink = jnp.exp2(largest - m)
-    o = jnp.sum(out * shrink[:, :, :, None, None], axis=2)  # [B, K, C, W, G]
-    o = jnp.moveaxis(o, 4, 2).reshape(*m.shape[:2], m.shape[3], -1)
-    return PartialAttention(m[:, :, 0, :, None] * LN2, jnp.sum(total * shrink, axis=2)[..., None], o)
-
-
 def _kernel(
     limit_ref: Any, *refs: Any, readers: tuple[Reader, Reader], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
 ) -> None:
-    # refs: arrays of the query, the keys and the values, more scores (by slots) if there are any; then o [C, W, G], m [G] and l [G] of this
+    # refs: arrays of the query, the keys and the values, more scores (by slots) if there are any; then m [R], l [R] and o [H, R] of this
     # program's split, and room for all scores (by slots) if the reader of values asks for them
     ends = [sum(counts[: i + 1]) for i in range(4)]
     query, keys, values, added = (refs[end - count : end] for end, count in zip(ends, counts, strict=True))
-    o_ref, m_ref, l_ref, *kept = refs[ends[3] :]
+    m_ref, l_ref, o_ref, *kept = refs[ends[3] :]
     k, v = readers
+    query = k.opened(query)
     size, splits = tuning.tile, pl.num_programs(2)
     limit = limit_ref[0]
     per_split = pl.cdiv(pl.cdiv(limit, splits), size)  # tiles
@@ -138,7 +143,7 @@ def _kernel(
                 _keep(ref, s, tile, k.slots, a)
         if tile.masked:
             scores = [jnp.where(tile.counts(tile.slot_tokens(k.slots, a))[:, None], s, NEG_INF) for a, s in enumerate(scores)]
-        new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0))
+        new = jnp.maximum(largest, jnp.max(functools.reduce(jnp.maximum, scores), axis=0) - v.weight_exponent)
         shrink = exp2(largest - new, asm)
         weights = [exp2(s - new[None, :], asm) for s in scores]
         total = total * shrink + jnp.sum(functools.reduce(jnp.add, weights), axis=0)
@@ -160,10 +165,10 @@ def _kernel(
     )
     carry = lax.fori_loop(0, whole, whole_tile, carry)
     sums, largest, total = lax.fori_loop(whole, tiles, last_tile, carry)
+    heads = m_ref.shape[0]
     for c in range(count):
-        o_ref[c, :, :] = sums[c]
-    m_ref[...] = largest
-    l_ref[...] = total
+        o_ref[pl.ds(width * c, width), :] = real_columns(sums[c], heads)
+    m_ref[...], l_ref[...] = (real_columns(x[None], heads).reshape(heads) for x in (largest, total))
 
 
 def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:
@@ -180,10 +185,8 @@ def _more(ref: Any, tile: Tile, slots: int, slot: int, columns: int) -> Float[Ar
 
 def _keep(ref: Any, scores: Float[Array, "rows columns"], tile: Tile, slots: int, slot: int) -> None:
     """Store the scores of the tokens of a slot that count."""
-    (rows, columns), heads = scores.shape, ref.shape[0]
-    if columns > heads:
-        copy = lax.broadcasted_iota(jnp.int32, (1, columns // heads, 1), 1)
-        scores = jnp.sum(jnp.where(copy == 0, scores.reshape(rows, columns // heads, heads), 0.0), axis=1)
+    rows, heads = scores.shape[0], ref.shape[0]
+    scores = real_columns(scores, heads)
     shape = heads, rows * slots // SPAN, 1, SPAN // slots
     counts = jnp.broadcast_to(tile.counts(tile.slot_tokens(slots, slot)).reshape(1, *shape[1:]), shape) if tile.masked else None
     plt.store(ref.at[_rows_of_slot(tile, slot)], jnp.swapaxes(scores, 0, 1).reshape(shape), mask=counts)

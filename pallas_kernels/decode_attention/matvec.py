@@ -154,7 +154,7 @@ def _tiles_of_split(tiles: Array) -> tuple[Array, Array]:
 def _scores_kernel(tiles_ref: Any, *refs: Any, reader: Reader, query_arrays: int, tuning: Tuning, asm: bool) -> None:
     # refs: query arrays, stored arrays, then the scores [rows, S] (by slots) of a KV head
     query, arrays, out_ref = refs[:query_arrays], refs[query_arrays:-1], refs[-1]
-    heads = out_ref.shape[0]
+    heads, query = out_ref.shape[0], reader.opened(query)
 
     def step(i: Array, carry: tuple[()]) -> tuple[()]:
         tile = Tile(tuning.tile, i * tuning.tile, i)

@@ -1,6 +1,6 @@
 """Decode attention over the full-precision windows of a cache, in one launch: the sink's first tokens and the ring's newest ones.
 
-    m, l, o of  softmax(q . K^T / sqrt(H)) V  over the tokens that no body holds (partial_attention.py)
+    m, l, o of  softmax(q . K^T / sqrt(H)) V  over the tokens that no body holds, as one split (partial_attention.py)
 
 A ring of R slots after E sink tokens holds token p in slot (p - E) mod R. Of n tokens, limits[b] after the sink are read from the body, and
 the ring's other tokens here. One program reads both windows of a KV head for all of its query heads, a tile of slots after the other.
@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
+from pallas_kernels.decode_attention.partial_attention import NEG_INF, WEIGHT_EXPONENT, Splits
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.readers.shared import LN2, LOG2E, dot
+from pallas_kernels.readers.shared import LOG2E, dot, real_columns
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
@@ -33,7 +33,7 @@ Ring = tuple[Float[Array, "B K R H"], Float[Array, "B K R H"]]
 
 def attend_windows(
     q: Float[Array, "B K G H"], sink: Sink, ring: Ring, tokens: Int[Array, " B"], limits: Int[Array, " B"], *, launch: Launch = LAUNCH
-) -> PartialAttention:
+) -> Splits:
     """Attend with one query token of each sequence to the tokens of its windows that the body does not hold.
 
     q: not scaled. sink, ring: bfloat16 or float16, at least LEAST_SLOTS slots each, or none in the sink. tokens [B]: that the row has, the
@@ -46,27 +46,27 @@ def attend_windows(
         raise ValueError(f"windows in {dtype.name}: kernels read {' and '.join(DTYPES)}")
     if any(0 < count < LEAST_SLOTS for count in slots) or not slots[1]:
         raise ValueError(f"windows of {slots[0]} and {slots[1]} slots: kernels read none or at least {LEAST_SLOTS}")
-    columns = max(8, pl.next_power_of_2(group))
+    columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
     padded = jnp.pad(q.astype(dtype), ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     arrays = [padded, *(sink if slots[0] else ()), *ring]
-    shapes = [jax.ShapeDtypeStruct((batch, heads, *rest), jnp.float32) for rest in ((channels, columns), (columns,), (columns,))]
-    o, m, l = triton_call(
+    shapes = [jax.ShapeDtypeStruct((batch, heads, 1, *rest), jnp.float32) for rest in ((real,), (real,), (channels, real))]
+    parts = triton_call(
         functools.partial(_kernel, slots=slots, asm=launch.asm),
         name="attend_windows",
-        grid=(batch, heads),
-        in_specs=[*[pl.BlockSpec((1,), lambda b, k: (b,))] * 2, *(whole_array_but(2, array, (0, 1)) for array in arrays)],
-        out_specs=[whole_array_but(2, shape, (0, 1)) for shape in shapes],
+        grid=(batch, heads, 1),
+        in_specs=[*[pl.BlockSpec((1,), lambda b, k, s: (b,))] * 2, *(whole_array_but(2, array, (0, 1)) for array in arrays)],
+        out_specs=[whole_array_but(3, shape, (0, 1, 2)) for shape in shapes],
         out_shape=shapes,
         launch=launch,
         num_warps=4,
         num_stages=2,
     )(tokens.astype(jnp.int32), limits.astype(jnp.int32), *arrays)
-    return PartialAttention(m[:, :, :group, None] * LN2, l[:, :, :group, None], jnp.swapaxes(o, 2, 3)[:, :, :group])
+    return Splits(*parts)
 
 
 def _kernel(tokens_ref: Any, limit_ref: Any, q_ref: Any, *refs: Any, slots: tuple[int, int], asm: bool) -> None:
-    # refs: keys and values of the sink, if it has slots, then of the ring; o [H, G], m [G] and l [G]
-    *windows, o_ref, m_ref, l_ref = refs
+    # refs: keys and values of the sink, if it has slots, then of the ring; m [R], l [R] and o [H, R]
+    *windows, m_ref, l_ref, o_ref = refs
     first, tokens, limit = slots[0], tokens_ref[0], limit_ref[0]
     q = q_ref[...]
     columns, channels = q.shape
@@ -93,7 +93,7 @@ def _kernel(tokens_ref: Any, limit_ref: Any, q_ref: Any, *refs: Any, slots: tupl
             rows = pl.ds(start, tile), slice(None)
             scores = dot(k_ref[rows], q, (1, 1)) * (LOG2E * channels**-0.5)
             scores = jnp.where(counts, scores, NEG_INF)
-            new = jnp.maximum(largest, jnp.max(scores, axis=0))
+            new = jnp.maximum(largest, jnp.max(scores, axis=0) - WEIGHT_EXPONENT)
             weights = jnp.where(counts, exp2(scores - new[None, :], asm), 0.0)
             values = jnp.where(counts, v_ref[rows], 0)
             shrink = exp2(largest - new, asm)
@@ -101,4 +101,7 @@ def _kernel(tokens_ref: Any, limit_ref: Any, q_ref: Any, *refs: Any, slots: tupl
             return sums, new, total * shrink + jnp.sum(weights, axis=0)
 
         carry = lax.fori_loop(0, pl.cdiv(count, tile), step, carry)
-    o_ref[...], m_ref[...], l_ref[...] = carry
+    sums, largest, total = carry
+    heads = m_ref.shape[0]
+    o_ref[...] = real_columns(sums, heads)
+    m_ref[...], l_ref[...] = (real_columns(x[None], heads).reshape(heads) for x in (largest, total))

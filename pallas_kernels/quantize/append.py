@@ -1,19 +1,20 @@
-"""Quantize the block that leaves a window straight into the body: one launch for any batch, which does nothing where none leaves.
+"""A new token enters a layer's windows and the block that leaves them is quantized into the body: one launch for keys and values.
 
-The arithmetic is that of kernel.py, program by program; only where rows are read and words are written differs. The body's arrays are
-updated in place: what is not written keeps its memory.
+The arithmetic of blocks is that of kernel.py, program by program; only where rows are read and words are written differs. All arrays are
+updated in place: what is not written keeps its memory, and where nothing leaves, one row of each window is all that is written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.kernel import QUANTIZE_TUNING, Packed, channel_kernel, check_format, token_kernel
@@ -23,55 +24,140 @@ from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 
-def append_block(
-    body: Packed,
-    ring: Float[Array, "B K R H"],
-    first: Int[Array, " B"],
-    leaving: Int[Array, " B"],
-    reader: GroupedReader,
-    scheme: Scheme,
-    bits: int,
-    *,
-    block: int,
-    divisor: Float[Array, "B K 1 H"] | None = None,
-    launch: Launch = LAUNCH,
-) -> Packed:
-    """Return `body` with tokens first[b] .. first[b] + block - 1 of each row b where leaving[b] > 0, quantized from the ring.
+class Side(NamedTuple):
+    """Keys or values: what is stored, the new row, and how a block is quantized. Without `blocks` only the windows are written."""
 
-    ring: its slot s holds a token whose number is s modulo R, R a multiple of the block, so that a block never wraps. first: a multiple of
-    the block. The other arguments are those of `quantize_rows`, and so are equations and exactness. Raises ValueError where the kernel
-    cannot serve the format, or a block does not fit the ring.
+    row: Float[Array, "B K 1 H"]
+    sink: Float[Array, "B K E H"]
+    ring: Float[Array, "B K R H"]
+    blocks: Blocks | None
+
+
+class Blocks(NamedTuple):
+    """A body and its quantizer; the last four are arguments of `quantize_rows`."""
+
+    body: Packed
+    reader: GroupedReader
+    scheme: Scheme
+    bits: int
+    divisor: Float[Array, "B K 1 H"] | None
+
+
+class Places(NamedTuple):
+    """Where rows of the batch stand. position: of the new token; new: whether there is one; first: the first token of the block that
+    leaves; leaving: whether one does."""
+
+    position: Int[Array, " B"]
+    new: Bool[Array, " B"]
+    first: Int[Array, " B"]
+    leaving: Bool[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The programs and arrays of one side. start, units: its programs, of which each quantizes `unit` tokens; sink, ring: their slots."""
+
+    start: int
+    units: int
+    unit: int
+    sink: int
+    ring: int
+    job: Job | None
+    inputs: int
+    stored: int
+
+
+def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: Launch = LAUNCH) -> tuple[Side, ...]:
+    """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
+
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of the block, so that a block
+    never wraps, and the block that leaves does not hold the new token. first: a multiple of the block, counted after the sink. Equations
+    and exactness are those of `quantize_rows`. Raises ValueError where the kernel cannot serve the format, or a block does not fit the
+    ring.
     """
-    slots = ring.shape[2]
-    if slots % block:
-        raise ValueError(f"a ring of {slots} slots does not hold whole blocks of {block} tokens")
-    over_tokens = reader.axis == "tokens"
-    unit = reader.group if over_tokens else SPAN
-    check_format(ring[:, :, :block], reader, scheme, bits)
-    arrays = [*body.words, body.scale, *([] if body.zero is None else [body.zero])]
-    job = Job(reader, scheme, bits, divisor is not None, 1, launch.asm)
-    inputs = [ring] if divisor is None else [ring, divisor.astype(jnp.float32)]
-    scalars = [first.astype(jnp.int32), leaving.astype(jnp.int32)]
-    channels = ring.shape[3]
-    aliased = [whole_array_but(2, array, (0, 1)) for array in arrays]
+    batch, heads, _, channels = sides[0].row.shape
+    works, inputs, stored = list[_Work](), list[Array](), list[Array]()
+    start, warps = 0, 1
+    for side in sides:
+        given, kept, slots = [side.row], [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
+        unit, job = block, None
+        if side.blocks is not None:
+            body, reader, scheme, bits, divisor = side.blocks
+            if slots % block:
+                raise ValueError(f"a ring of {slots} slots does not hold whole blocks of {block} tokens")
+            check_format(side.ring[:, :, :block], reader, scheme, bits)
+            over_tokens = reader.axis == "tokens"
+            unit, job = reader.group if over_tokens else SPAN, Job(reader, scheme, bits, divisor is not None, 1, launch.asm)
+            warps = max(warps, 1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels)))
+            given += [] if divisor is None else [divisor.astype(jnp.float32)]
+            kept += [*body.words, body.scale, *([] if body.zero is None else [body.zero])]
+        works.append(_Work(start, block // unit, unit, side.sink.shape[2], slots, job, len(given), len(kept)))
+        start, inputs, stored = start + works[-1].units, inputs + given, stored + kept
+    aliased = [whole_array_but(2, array, (0, 1)) for array in stored]
     outputs = triton_call(
-        functools.partial(_kernel, job=job, unit=unit, slots=slots),
-        name=f"append_{scheme}_{reader.axis}",
-        grid=(*ring.shape[:2], block // unit),
+        functools.partial(_kernel, works=tuple(works)),
+        name="append_token",
+        grid=(batch, heads, start),
         in_specs=[
-            *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(scalars),
+            *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(places),
             *(whole_array_but(2, array, (0, 1)) for array in inputs),
             *aliased,
         ],
         out_specs=aliased,
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in stored],
         launch=launch,
-        num_warps=1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels)),
+        num_warps=warps,
         num_stages=1,
-        aliases={len(scalars) + len(inputs) + i: i for i in range(len(arrays))},
-    )(*scalars, *inputs, *arrays)
-    sets = len(body.words)
-    return Packed(tuple(outputs[:sets]), outputs[sets], None if body.zero is None else outputs[sets + 1])
+        aliases={len(places) + len(inputs) + i: i for i in range(len(stored))},
+    )(*(array.astype(jnp.int32) for array in places), *inputs, *stored)
+    return tuple(_with_arrays(side, own) for side, own in zip(sides, _by_side(outputs, [work.stored for work in works]), strict=True))
+
+
+def _by_side(arrays: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [arrays[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
+    sink = [side.sink] if not side.sink.shape[2] else []
+    sink, ring, *body = [*sink, *arrays]
+    if side.blocks is None:
+        return side._replace(sink=sink, ring=ring)
+    sets = len(side.blocks.body.words)
+    packed = Packed(tuple(body[:sets]), body[sets], None if side.blocks.body.zero is None else body[sets + 1])
+    return side._replace(sink=sink, ring=ring, blocks=side.blocks._replace(body=packed))
+
+
+def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]) -> None:
+    # refs: of each side the row [1, H] and the divisor [1, H] if any; then sink [E, H] if any, ring [R, H], the body's words [S / n, w],
+    # scale and zero of each side as they were; and these as they become
+    inputs, _, stored = _by_side(refs, [sum(work.inputs for work in works), *[sum(work.stored for work in works)] * 2])
+    of_sides = _by_side(inputs, [work.inputs for work in works]), _by_side(stored, [work.stored for work in works])
+    program, position, new, leaving = pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
+    for work, (row, *divisor), arrays in zip(works, *of_sides, strict=True):
+        sink = arrays[0] if work.sink else None
+        ring, *body = arrays[1:] if work.sink else arrays
+        writes = new & (program == work.start)
+        if sink is not None:
+
+            @pl.when(writes & (position < work.sink))
+            def _(row=row, sink=sink) -> None:
+                sink[pl.ds(position, 1), :] = row[...]
+
+        @pl.when(writes)  # of a token in the sink too, as XLA does it: where no token of the ring is yet
+        def _(row=row, ring=ring, work=work) -> None:
+            ring[pl.ds((position - work.sink) % work.ring, 1), :] = row[...]
+
+        if work.job is not None:
+            own = program - work.start  # outside of the branch, where an interpreted kernel knows it
+
+            @pl.when(leaving & (own >= 0) & (own < work.units))
+            def _(work=work, job=work.job, ring=ring, body=body, divisor=divisor, own=own) -> None:
+                at, slot = first_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
+                words, scale, zero = (body[:-1], body[-1], None) if job.reader.centre is not None else (body[:-2], *body[-2:])
+                views, kernel = (_token_views, token_kernel) if job.reader.axis == "tokens" else (_channel_views, channel_kernel)
+                rows, *others = views(job, ring, words, scale, zero, at, slot)
+                kernel(rows, *divisor, *others, job=job)
 
 
 class _Moved:
@@ -85,22 +171,6 @@ class _Moved:
 
     def __setitem__(self, index: tuple[Any, ...], value: Array) -> None:
         self._ref[self._place(*index)] = value
-
-
-def _kernel(first_ref: Any, leaving_ref: Any, *refs: Any, job: Job, unit: int, slots: int) -> None:
-    # refs: ring [R, H], divisor [1, H] if any; the body's words [S / n, w], scale and zero as they were, and as they become
-    count = (len(refs) - 1 - job.divided) // 2
-    ring, *divisor = refs[: 1 + job.divided]
-    *words, scale, zero = refs[-count:] if job.reader.centre is None else (*refs[-count:], None)
-    start = pl.program_id(2) * unit  # outside of the branch, where an interpreted kernel knows it
-
-    @pl.when(leaving_ref[0] > 0)
-    def _() -> None:
-        at, slot = first_ref[0] + start, first_ref[0] % slots + start
-        views = _token_views if job.reader.axis == "tokens" else _channel_views
-        kernel = token_kernel if job.reader.axis == "tokens" else channel_kernel
-        rows, *others = views(job, ring, words, scale, zero, at, slot)
-        kernel(rows, *divisor, *others, job=job)
 
 
 def _token_views(job: Job, ring: Any, words: Sequence[Any], scale: Any, zero: Any, at: Array, slot: Array) -> list[_Moved]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.partial_attention import WEIGHT_EXPONENT
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.halves import Half
@@ -119,6 +120,15 @@ class Reader(abc.ABC):
     @abc.abstractmethod
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         """Return what `scores` needs of the queries, made once outside the kernel. q is fp32 and not scaled."""
+
+    def opened(self, query: Sequence[Any]) -> Sequence[Any]:
+        """Return what `scores` takes as its query, from the refs of these arrays. A kernel calls it once, before its loop."""
+        return query
+
+    @property
+    def weight_exponent(self) -> int:
+        """Return the power of two of the largest weight that `weigh` takes."""
+        return WEIGHT_EXPONENT
 
     @abc.abstractmethod
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:

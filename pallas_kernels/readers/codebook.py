@@ -85,6 +85,10 @@ class CodebookReader(Reader):
         return (*words, table, byte_planes(table), *scales)
 
     @property
+    def weight_exponent(self) -> int:
+        return 0 if self.affine == "tokens" else super().weight_exponent  # times a token's scale, a larger weight would leave fp16's range
+
+    @property
     def adds_scores(self) -> bool:
         return self.pool > 0
 

@@ -87,17 +87,17 @@ class GroupedReader(Reader):
         return (*words, *(by_slots(scales, self.slots) if self.axis == "channels" else scales))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        p, (batch, heads, columns, _) = self.layout, q.shape
-        planes = query_planes(q, p.chunks)
+        return (query_planes(q, self.layout.chunks),)
+
+    def opened(self, query: Sequence[Any]) -> Sequence[Any]:
         if self.axis == "tokens":
-            return (planes,)
-        sums = jnp.sum(planes.astype(jnp.float32), axis=-1)  # [B, K, chunks, GP], of the rounded queries
-        offsets = jnp.asarray([[p.field(a, c).bias + (self.centre or 0) for c in range(p.chunks)] for a in range(p.slots)], jnp.float32)
-        grouped = (batch, heads, p.slots, self._groups, p.chunks // self._groups, columns)
-        start = -jnp.sum((offsets[None, None, :, :, None] * sums[:, :, None]).reshape(grouped), axis=4)
-        if self.centre is not None:
-            return planes, start
-        return planes, start, jnp.sum(sums.reshape(batch, heads, self._groups, p.chunks // self._groups, columns), axis=3)
+            return query
+        p, planes = self.layout, query[0]
+        sums = [jnp.sum(planes[c].astype(jnp.float32), axis=1) for c in range(p.chunks)]  # of the rounded queries
+        groups = [self._group_chunks(g) for g in range(self._groups)]
+        offsets = [[p.field(a, c).bias + (self.centre or 0) for c in range(p.chunks)] for a in range(p.slots)]
+        starts = [[-add_up(of_slot[c] * sums[c] for c in chunks) for chunks in groups] for of_slot in offsets]
+        return planes, starts, [add_up(sums[c] for c in chunks) for chunks in groups]
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         words, scale, zero = self._open(refs, tile, 1, asm)
@@ -118,7 +118,7 @@ class GroupedReader(Reader):
         """Scale partial dot products of whole groups; the biases of their codes are the initial value of the product."""
         total = None
         for group in range(self._groups):
-            part = jnp.broadcast_to(start[0][slot, group][None, :], (tile.size // self.slots, q[0].shape[0]))
+            part = jnp.broadcast_to(start[0][slot][group][None, :], (tile.size // self.slots, q[0].shape[0]))
             for c in self._group_chunks(group):
                 part = dot(joined(words.codes(self.layout.field(slot, c))), q[c], (1, 1)) + part
             s = self._token_scale(scale, group, slot, tile).astype(jnp.float32)[:, None]

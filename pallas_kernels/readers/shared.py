@@ -68,6 +68,15 @@ def query_planes(q: Float[Array, "B K GP H"], chunks: int) -> Float16[Array, "B 
     return jnp.moveaxis(half.reshape(batch, heads, columns, chunks, channels // chunks), 3, 2)
 
 
+def real_columns(x: Float[Array, "rows columns"], heads: int) -> Float[Array, "rows heads"]:
+    """Return the first columns, those of real query heads. Kernels cannot slice values."""
+    rows, columns = x.shape
+    if columns == heads:
+        return x
+    copy = lax.broadcasted_iota(jnp.int32, (1, columns // heads, 1), 1)
+    return jnp.sum(jnp.where(copy == 0, x.reshape(rows, columns // heads, heads), 0.0), axis=1)
+
+
 def add_up(terms: Any) -> Array:
     """Add arrays up in their order."""
     return functools.reduce(jnp.add, terms)

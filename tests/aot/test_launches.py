@@ -9,13 +9,14 @@ from benchmarks.machine_code.tools import missing
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 
-MOST = {"kivi:bits=4": (29, 23), "innerq:bits=2": (34, 29)}  # at batch 1, where XLA cuts sums in two, and at 64
+MOST = 12  # beside the projections: queries, keys, values, append, windows, body, merge, a product, and twice a sum and a norm
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-@pytest.mark.parametrize("spec", MOST)
+@pytest.mark.parametrize("batch", [1, 16, 64])
+@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq:bits=2"])
 def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     row = measure(spec, batch)
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
-    assert row.total <= MOST[spec][batch > 1], f"{row.total} launches: {row.launches}"
+    assert row.matrices == 5, f"{row.matrices} products of matrices: {row.launches}"
+    assert row.total - row.matrices <= MOST, f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1

@@ -16,9 +16,11 @@ from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
+from pallas_kernels.decode_attention.merge import finished
+from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.windows import attend_windows
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.append import append_block
+from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
@@ -56,7 +58,7 @@ def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_sp
 @on_both_gpus
 @pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
 @pytest.mark.parametrize(("scheme", "bits", "axis"), [("asym", 4, "channels"), ("asym", 4, "tokens"), ("hybrid", 2, "tokens")])
-def test_a_block_is_appended_in_place_and_within_registers(scheme, bits, axis, arithmetic, target):
+def test_a_token_is_appended_in_place_and_within_registers(scheme, bits, axis, arithmetic, target):
     format = GroupFormat(bits, scheme, axis, 32, 128, 32)
     reader = grouped(GroupedCodec("k", format))
     assert isinstance(reader, GroupedReader)
@@ -64,15 +66,19 @@ def test_a_block_is_appended_in_place_and_within_registers(scheme, bits, axis, a
     body = Packed(arrays.words, arrays.scale, arrays.zero)
     ring, row = jax.ShapeDtypeStruct((16, 8, 128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((16,), jnp.int32)
 
-    def append(body, ring, first, leaving):
-        return append_block(body, ring, first, leaving, reader, scheme, bits, block=32, launch=Launch(arithmetic))
+    def append(body, ring, new, first, flags):
+        sides = [Side(new, ring[:, :, :0], ring, Blocks(body, reader, scheme, bits, None))]
+        [side] = append_token(sides, Places(first, flags, first, flags), block=32, launch=Launch(arithmetic))
+        assert side.blocks is not None
+        return side.blocks.body, side.ring
 
-    program = compile_for(target, jax.jit(append, donate_argnums=0), (body, ring, row, row))
+    new, flags = jax.ShapeDtypeStruct((16, 8, 1, 128), jnp.bfloat16), jax.ShapeDtypeStruct((16,), bool)
+    program = compile_for(target, jax.jit(append, donate_argnums=(0, 1)), (body, ring, new, row, flags))
     memory = program.compiled.memory_analysis()
-    size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(body))
+    size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves((body, ring)))
     assert memory.alias_size_in_bytes >= size, f"{memory.alias_size_in_bytes} of {size} bytes stay in their place"
     assert memory.temp_size_in_bytes < size / 100, f"{memory.temp_size_in_bytes} bytes beside them"
-    kernel = program.kernel(f"append_{scheme}_{axis}")
+    kernel = program.kernel("append_token")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes <= 64, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
 
@@ -89,6 +95,23 @@ def test_attention_to_windows_compiles_within_its_registers(sink, channels, arit
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes == 0, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     assert kernel.shared_bytes <= 101376, f"{kernel.shared_bytes} bytes: more than a block may have where multiprocessors have 100 KB"
+
+
+@on_both_gpus
+@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
+@pytest.mark.parametrize(("batch", "splits"), [(16, 8), (1, 115)])
+def test_splits_are_merged_within_registers(batch, splits, arithmetic, target):
+    def part(splits: int) -> Splits:
+        return Splits(*(jax.ShapeDtypeStruct((batch, 8, splits, *rest), jnp.float32) for rest in ((4,), (4,), (128, 4))))
+
+    def merge(windows: Splits, body: Splits, positions: jax.Array) -> jax.Array:
+        return finished([windows, body], 4, positions, capacity=4096, dtype=jnp.bfloat16, launch=Launch(arithmetic))
+
+    program = compile_for(target, merge, (part(1), part(splits), jax.ShapeDtypeStruct((batch,), jnp.int32)))
+    kernel = program.kernel("finish_attention")
+    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
+    assert assembly.spill_bytes == 0
+    assert assembly.registers <= 128, "a multiprocessor holds four programs at least"
 
 
 def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None = None) -> int:

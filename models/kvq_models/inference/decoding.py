@@ -22,15 +22,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.attention.dispatch import Implementation, Launch
 from kvq_jax.cache.cache import Cache, check_held, dims_of
 from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.placement.crossing import crossing
-from kvq_jax.types.array_types import Integers, LengthsB
+from kvq_jax.types.array_types import Integers, LayerInputs, LengthsB
 from kvq_jax.types.integers import int32
 from kvq_models.inference.method_parameters import parameters_for
 from kvq_models.inference.padding import cropped, padded
-from kvq_models.llama.model import HiddenBTD, Layer, Llama, QueryBNTH
+from kvq_models.llama.model import HiddenBTD, Layer, Llama
 from kvq_models.llama.rope import rope_for
 from kvq_models.llama.sharding import embedded
 
@@ -193,14 +193,29 @@ def _scan_steps(
 def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
     """Run all layers over the tokens of a step."""
     rope, split = rope_for(llama.config, step.cache.capacity), residual_split(step.cache)
-    hidden = split(embedded(llama, tokens, step.cache.placement))
+    hidden, positions, valid = split(embedded(llama, tokens, step.cache.placement)), step.positions, step.valid
+    if twice := tokens.size == 1 and step.cache.placement is None and _on_gpu(step):
+        hidden, positions, valid = lax.optimization_barrier(jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid)))
     for layer in llama.layers:
-        own = attention_inputs(layer, hidden, step.positions, step.valid, rope)
+        own = attention_inputs(layer, hidden, positions, valid, rope)
+        own = _first_row(own) if twice else own
         attention, step = append_and_attend(
             step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
         )
         hidden = split(finish_layer(layer, hidden, attention))
-    return hidden, finish(step)
+    return hidden[: len(tokens)], finish(step)
+
+
+def _on_gpu(step: Step) -> bool:
+    """Return True where a step is for a GPU. There a single row goes through the layers twice: XLA would make norms and projections of one
+    row from products and sums, which are launches of their own, and write all weights of k and v times x (docs/kernels.md)."""
+    return isinstance(step.implementation, Launch) or jax.default_backend() == "gpu"
+
+
+def _first_row(inputs: LayerInputs) -> LayerInputs:
+    """Return the inputs of the first row. The rotation has no rows."""
+    rows = jax.tree.map(lambda a: a[:1], dataclasses.replace(inputs, rope=None))
+    return dataclasses.replace(rows, rope=inputs.rope)
 
 
 def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
@@ -213,7 +228,7 @@ attention_inputs = jax.jit(Layer.attention_inputs)  # layers that are alike are 
 
 
 @jax.jit
-def finish_layer(layer: Layer, hidden: HiddenBTD, attention: QueryBNTH) -> HiddenBTD:
+def finish_layer(layer: Layer, hidden: HiddenBTD, attention: Float[Array, "#B N T H"]) -> HiddenBTD:
     """Run layer.finish over chunks of tokens, so that the MLP's wide activations never exist for a whole prompt."""
     length = hidden.shape[1]
     chunks = -(-length // FINISH_CHUNK)

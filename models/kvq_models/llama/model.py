@@ -119,8 +119,8 @@ class Layer(nnx.Module):
             residual=hidden_BTD,
         )
 
-    def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: QueryBNTH) -> HiddenBTD:
-        """Add the output projection and the MLP to the residual stream. Attention may come in any float dtype."""
+    def finish(self, hidden_BTD: HiddenBTD, attention_BNTH: Float[Array, "#B N T H"]) -> HiddenBTD:
+        """Add the output projection and the MLP to the residual stream. Attention may come in any float dtype, and once for all rows."""
         hidden_BTD = hidden_BTD + self.o_proj(merge_heads(attention_BNTH).astype(hidden_BTD.dtype))
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 

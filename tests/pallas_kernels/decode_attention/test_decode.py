@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention.kernel import decode_attention, merge_splits
+from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from tests.pallas_kernels.kernel_cases import (
@@ -146,19 +146,24 @@ def test_the_usual_step_and_splits_serve_lengths_of_any_kind(case):
     check_lengths(case, LONG, None, INTERPRETED)
 
 
-def test_merged_splits_are_the_softmax_of_all_tokens():
-    rng = np.random.default_rng(0)
-    scores, values = rng.normal(size=(1, 1, 3, 5, 4)) * 4, rng.normal(size=(1, 1, 3, 5, 8))  # [B, K, splits, tokens, G], [.., tokens, H]
-    m = scores.max(axis=3)
-    m[:, :, 1] = -1e30  # an empty split
-    weights = np.exp2(np.minimum(scores - m[:, :, :, None], 0)) * (np.arange(3) != 1)[:, None, None]
-    part = merge_splits(
-        jnp.asarray(np.einsum("bkstg,bksth->bkshg", weights, values)[:, :, :, None]), jnp.asarray(m), jnp.asarray(weights.sum(axis=3))
-    )
-    every = np.exp2(scores[:, :, [0, 2]]).reshape(10, 4)
-    wanted = np.einsum("tg,th->gh", every / every.sum(axis=0), values[:, :, [0, 2]].reshape(10, 8))
-    assert row_errors(output(part)[0, 0], wanted).max() < 1e-5
-    np.testing.assert_allclose(np.exp(part.m[0, 0, :, 0]) * part.l[0, 0, :, 0], every.sum(axis=0), rtol=1e-5)
+@kernel_cases("innerq1_sym_h128_g4", "kivi4_h128_g7_size32")
+def test_weights_below_the_least_number_of_fp16_still_count(case):
+    check_small_weights(case, INTERPRETED)
+
+
+def check_small_weights(case: KernelCase, launch: Launch) -> None:
+    """Check rows whose first token, of value 0, has 2^27 times the weight of each other one: rounded to fp16 as they are, those are 0."""
+    sides = [np.random.default_rng(i).standard_normal((1, HEADS, SHORT.capacity, case.head_dim)).astype(np.float32) for i in (0, 1)]
+    q = np.ones((1, HEADS, case.group, case.head_dim), np.float32)
+    sides[0][:], sides[1][:, :, 0] = 0.0, 0.0
+    sides[0][:, :, :32] = 1e-3  # a group over tokens has one scale: its other tokens are next to 0
+    sides[0][:, :, 0] = 27 * np.log(2) * case.head_dim**-0.5
+    (k, k_rows), (v, v_rows) = (stored_rows(f, r) for f, r in zip((case.k, case.v), sides, strict=True))
+    found = output(attend(case, jnp.asarray(q), k, v, jnp.array([SHORT.capacity]), SHORT.capacity, tuned(2), launch))
+    wanted = reference(jnp.asarray(q), k_rows, v_rows, (SHORT.capacity,))
+    assert 0 < np.abs(wanted).max() < 1e-5, "the weights are not small"
+    assert not v_rows[:, :, 0].any()
+    assert row_errors(found, wanted).max() < 3e-2
 
 
 def structs(case: KernelCase, batch: int = 2):
@@ -217,6 +222,14 @@ def test_every_kernel_runs_on_a_gpu(case, arithmetic):
 def test_garbage_in_unused_capacity_does_not_leak_on_a_gpu(case, arithmetic):
     for garbage in GARBAGE:
         check_garbage(case, LONG, None, Launch(arithmetic), garbage)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@kernel_cases("innerq1_sym_h128_g4", "kivi4_h128_g7_size32")
+def test_weights_below_the_least_number_of_fp16_still_count_on_a_gpu(case, arithmetic):
+    check_small_weights(case, Launch(arithmetic))
 
 
 @pytest.mark.gpu

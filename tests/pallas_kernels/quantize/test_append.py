@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.launch import Launch
-from pallas_kernels.quantize.append import append_block
+from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -29,8 +29,13 @@ def block_of(case: QuantizeCase) -> int:
 def append(
     case: QuantizeCase, body: Packed, ring: jax.Array, first: jax.Array, leaving: jax.Array, divisor: jax.Array | None, launch: Launch
 ):
-    reader, format = reader_of(case.format), case.format
-    return append_block(body, ring, first, leaving, reader, case.scheme, format.bits, block=block_of(case), divisor=divisor, launch=launch)
+    row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
+    blocks = Blocks(body, reader_of(case.format), case.scheme, case.format.bits, divisor)
+    [side] = append_token(
+        [Side(row, ring[:, :, :0], ring, blocks)], Places(first, none, first, leaving > 0), block=block_of(case), launch=launch
+    )
+    assert side.blocks is not None
+    return side.blocks.body
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
@@ -98,13 +103,49 @@ def test_a_ring_that_would_wrap_within_a_block_is_refused():
         append(case, body, ring[:, :, :95], first, LEAVING, None, INTERPRETED)
 
 
+SINK, SLOTS = 3, 64
+POSITIONS = np.array([1, SINK, SINK + SLOTS + 5, SINK + 7], np.int32)
+NEW = np.array([True, True, True, False])
+
+
+def check_windows(launch: Launch) -> None:
+    rng = np.random.default_rng(4)
+    shape = (len(NEW), 2)
+    sides = [[rng.normal(size=(*shape, count, 64)).astype(np.float32) for count in (1, SINK, SLOTS)] for _ in "kv"]
+    wanted = [[sink.copy(), ring.copy()] for _, sink, ring in sides]
+    for (row, _, _), (sink, ring) in zip(sides, wanted, strict=True):
+        sink[0, :, 1] = row[0, :, 0]
+        for b, slot in enumerate([SLOTS - 2, 0, 5]):  # the first before the ring's first token, where nothing is yet
+            ring[b, :, slot] = row[b, :, 0]
+    zeros = jnp.zeros(len(NEW), jnp.int32)
+    given = [Side(*map(jnp.asarray, side), None) for side in sides]
+    found = append_token(given, Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros > 0), block=32, launch=launch)
+    for after, before, (sink, ring) in zip(found, sides, wanted, strict=True):
+        np.testing.assert_array_equal(after.sink, sink)
+        np.testing.assert_array_equal(after.ring, ring)
+        assert (sink != before[1]).any(axis=(1, 2, 3)).tolist() == [True, False, False, False]
+        assert (ring != before[2]).any(axis=(1, 2, 3)).tolist() == [True, True, True, False]
+
+
+def test_a_new_token_is_one_row_of_the_ring_and_of_the_sink():
+    check_windows(INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+def test_a_new_token_is_one_row_on_a_gpu(arithmetic):
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    check_windows(Launch(arithmetic))
+
+
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
 def test_every_case_lowers_for_cuda(case, arithmetic):
     body, ring, first = (*jax.eval_shape(lambda given: given, inputs_of(case)[:2]), jax.ShapeDtypeStruct((3,), jnp.int32))
     divisor = jax.ShapeDtypeStruct((3, 2, 1, case.format.channels), jnp.float32) if case.divided else None
     text = lower_for_cuda(lambda *args: append(case, *args, Launch(arithmetic)), body, ring, first, first, divisor)
-    assert f"append_{case.scheme}_{case.format.axis}" in text, "the kernel has lost its name"
+    assert "append_token" in text, "the kernel has lost its name"
 
 
 @pytest.mark.gpu
