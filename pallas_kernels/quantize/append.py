@@ -131,8 +131,8 @@ def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
 def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]) -> None:
     # refs: of each side the row [1, H] and the divisor [1, H] if any; then sink [E, H] if any, ring [R, H], the body's words [S / n, w],
     # scale and zero of each side as they were; and these as they become
-    inputs, _, stored = _by_side(refs, [sum(work.inputs for work in works), *[sum(work.stored for work in works)] * 2])
-    of_sides = _by_side(inputs, [work.inputs for work in works]), _by_side(stored, [work.stored for work in works])
+    held = sum(work.stored for work in works)
+    of_sides = _by_side(refs[: -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
     program, position, new, leaving = pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
     for work, (row, *divisor), arrays in zip(works, *of_sides, strict=True):
         sink = arrays[0] if work.sink else None
