@@ -306,3 +306,16 @@ def test_a_decode_step_through_kernels_gives_the_logits_of_xla(spec):
     assert row_errors(kernels[:, ::-1], xla).max() > 0.3, "reversed logits would pass"
     with pytest.raises(ValueError, match="2 new tokens in one step"):
         jax.eval_shape(lambda c, t: decode_step(llama, c, t, implementation=Launch(interpret=True)), cache, tokens[:, :2])
+
+
+def test_a_step_of_one_sequence_for_a_gpu_gives_the_logits_of_xla():
+    """There its row goes through each layer twice; kernels are interpreted."""
+    llama = model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=2)
+    cache, tokens = kvq.init_cache("kivi:bits=4", llama.config, 1, 256, "float32"), random_tokens((1, 200))
+    _, cache = prefill(llama, cache, tokens, implementation="xla")
+    kernels, without = (jax.jit(functools.partial(decode_step, implementation=name)) for name in (Launch(interpret=True), "xla"))
+    (own, after), (xla, expected) = kernels(llama, cache, tokens[:, 0]), without(llama, cache, tokens[:, 0])
+    assert own.shape == xla.shape
+    assert row_errors(own, xla).max() < 3e-3, "more than the half precision of the kernels' products"
+    assert row_errors(kernels(llama, cache, tokens[:, 0] + 1)[0], xla).max() > 3e-2, "another token passes"
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, expected)
