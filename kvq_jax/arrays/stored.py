@@ -89,25 +89,23 @@ def _store(spec: BodySpec, old: Array, new: Array, first: LengthsB, count: Lengt
     width, size = new.shape[axis], old.shape[axis]
     index = spec.along("tokens", jnp.arange(width))
 
-    def write(rows: Array, update: Array, b: Array | int, first: Array, count: Array) -> Array:
-        """Return `rows` with the leading `count` blocks of update [1, ...] in row b, from block `first` on."""
+    def write(array: Array, update: Array, first: Array, count: Array, *row: Array) -> Array:
+        """Return `array`, a row or, with its index, all rows, with the leading `count` blocks of `update` from block `first` on."""
         at = jnp.minimum(first * entries, size - width)
         shift = first * entries - at  # where the window had to start early to stay inside the array
+        tokens = axis - 1 + len(row)
         if width > entries:
-            update = jnp.roll(update, shift, axis)
-        start = [jnp.asarray(b if i == 0 else at if i == axis else 0) for i in range(rows.ndim)]
-        kept = lax.dynamic_slice(rows, start, update.shape)
-        merged = jnp.where((index >= shift) & (index < shift + count * entries), update, kept)
-        return lax.dynamic_update_slice(rows, merged, start)
+            update = jnp.roll(update, shift, tokens)
+        start = [*row, *(at if i == tokens else jnp.zeros_like(at) for i in range(len(row), array.ndim))]
+        kept = lax.dynamic_slice(array, start, update.shape)
+        inside = (index >= shift) & (index < shift + count * entries)
+        return lax.dynamic_update_slice(array, jnp.where(inside if row else inside[0], update, kept), start)
 
     def looped(old: Array, new: Array, first: Array, count: Array) -> Array:
         def one(b: Array, rows: Array) -> Array:
-            return write(rows, lax.dynamic_slice_in_dim(new, b, 1), b, first[b], count[b])
+            return write(rows, lax.dynamic_slice_in_dim(new, b, 1), first[b], count[b], b)
 
         return lax.fori_loop(0, len(old), one, old)
 
-    def scattered(old: Array, new: Array, first: Array, count: Array) -> Array:
-        return jax.vmap(lambda row, update, *of: write(row[None], update[None], 0, *of)[0])(old, new, first, count)
-
     # XLA's CPU backend copies the whole array for a scatter over rows. On a GPU each turn of a loop is two launches (docs/decisions.md).
-    return lax.platform_dependent(old, new, first, count, cpu=looped, default=scattered if len(old) > 1 else looped)
+    return lax.platform_dependent(old, new, first, count, cpu=looped, default=jax.vmap(write) if len(old) > 1 else looped)

@@ -75,7 +75,7 @@ def append_layer(
     params, regions = by_side(params), plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
-    rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=True)]
+    rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=False)]
     after, aged = None, (False, False)
     if not prefill and inputs.positions.shape[1] == 1:
         after, aged = dispatch.append_token(plan, state, rows, start, total, chosen)
