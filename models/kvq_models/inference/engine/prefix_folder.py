@@ -27,7 +27,7 @@ from kvq_models.inference.engine.pieces import Piece
 
 FORMAT, VERSION = "kvq-prefix", "1"
 UNWRITTEN = 8  # pieces that may wait for the disk; what comes then is not kept there
-SUFFIX, LOGITS = ".safetensors", "logits"
+SUFFIX, LOGITS = ".kvq-prefix.safetensors", "logits"  # no other file is counted, read or deleted
 
 _log = logging.getLogger("kvq.prefixes")
 

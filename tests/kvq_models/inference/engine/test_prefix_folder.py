@@ -117,6 +117,17 @@ def test_what_killed_writers_and_lost_beginnings_leave_is_deleted(folder: pathli
     assert written(folder, PLENTY) == {b"d"}
 
 
+def test_other_files_of_the_folder_are_left_alone(folder: pathlib.Path):
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(50_000))
+    disk = PrefixFolder(folder, 12_000)
+    disk.put([b"a"], piece(0))
+    disk.close()
+    assert {file.name for file in folder.iterdir()} == {"model.safetensors", f"{b'a'.hex()}{SUFFIX}"}
+    assert (folder / "model.safetensors").stat().st_size == 50_000
+    assert disk.nbytes < 12_000
+
+
 def test_a_folder_without_room_is_refused(folder: pathlib.Path):
     with pytest.raises(ValueError, match="limit=0 bytes"):
         PrefixFolder(folder, 0)
