@@ -1,4 +1,4 @@
-"""One new token enters a ring by writing its row alone, as GPUs and the C++ kernel do it: the ring is the one XLA makes anew, bit for bit."""
+"""One new token enters a ring as its row alone, by XLA for GPUs and by the C++ kernel: the ring is one made anew, to the bit."""
 
 from __future__ import annotations
 
