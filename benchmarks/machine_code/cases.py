@@ -253,7 +253,7 @@ CASES: tuple[Case, ...] = (
     _nuq(2, 0, 128, pre_rope=False, **_slow(2.81, 1.72, 0.5)),
     _nuq(3, 0, 128, pre_rope=False, **_slow(3.28, 1.99, 0.65)),
     _nuq(4, 0, 128, pre_rope=False, **_slow(4.3, 3.19, 0.54)),
-    _nuq(3, 0, 128, **_slow(4.75, 2.35, 0.54, 424)),
+    _nuq(3, 0, 128, **_slow(4.75, 2.35, 0.54, 436)),
     _nuq(2, 1, 128, **_slow(4.77, 2.13, 0.43, 221)),
     _nuq(3, 1, 128, **_slow(5.35, 2.51, 0.54, 273)),
     _nuq(4, 1, 128, **_slow(7.06, 3.81, 0.49)),
@@ -267,7 +267,7 @@ CASES: tuple[Case, ...] = (
     attention_case("dense, bf16", None, None, 128, **_limits(1.4, 0.5, 1.0)),
     # What runs where nothing else is chosen.
     _innerq(2, "sym", 128, arithmetic="jnp", **_slow(2.46, 0.91, 0.89, 186)),
-    _innerq(2, "asym", 128, arithmetic="jnp", **_limits(3.16, 0.92, 0.81)),
+    _innerq(2, "asym", 128, arithmetic="jnp", **_limits(3.16, 0.92, 0.81) | {"loop_spills_allowed": True, "cap_spill_bytes": 144}),
     _innerq(3, "hybrid", 128, arithmetic="jnp", **_limits(4.34, 1.77, 0.79, waits=True)),
     _innerq(4, "sym", 128, arithmetic="jnp", **_limits(2.59, 0.98, 1.0) | {"cap_spill_bytes": 134}),
     _innerq(4, "hybrid", 128, arithmetic="jnp", **_limits(3.51, 1.08, 1.0)),
