@@ -8,6 +8,7 @@ the other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -16,23 +17,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import kvq_jax as kvq
+from benchmarks.cpu.decode_step import random_cache, random_llama, small_config
+from benchmarks.cpu.timing import Shape, relative_error
+from benchmarks.report_file import Report, arguments, header
+from kvq_jax.placement.allowed import parse
+from kvq_models import Llama, decode_step, shard_llama
+
 DEVICES = 8
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import PartitionSpec  # noqa: E402
-
-import kvq_jax as kvq  # noqa: E402
-from benchmarks.cpu.decode_step import random_cache, random_llama  # noqa: E402
-from benchmarks.cpu.timing import Shape, relative_error  # noqa: E402
-from benchmarks.report_file import Report, arguments, header  # noqa: E402
-from kvq_jax.placement.allowed import parse  # noqa: E402
-from kvq_models import Llama, decode_step, shard_llama  # noqa: E402
-
 MESHES = ("rows=4", "heads=4", "tokens=8", "heads=4,tokens=2", "rows=2,heads=4")
-BATCH, LAYERS, HEAD_DIM = 4, 4, 64
+BATCH, LAYERS, HEAD_DIM, GROUP = 4, 4, 64, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +101,8 @@ def collectives_ms(placement: kvq.Placement, sizes: Sequence[int], rounds: int) 
 
 def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list[Row]:
     """Return a row for one device and one for each mesh that the cache's method can have."""
-    plain = random_llama(LAYERS, HEAD_DIM)
-    shape = Shape(BATCH, tokens, HEAD_DIM, plain.config.num_key_value_heads, 4)
+    plain = random_llama(small_config(LAYERS, HEAD_DIM, GROUP))
+    shape = Shape(BATCH, tokens, HEAD_DIM, plain.config.num_key_value_heads, GROUP)
     token = jnp.arange(BATCH, dtype=jnp.int32)
     step = jax.jit(decode_step, donate_argnames="cache")
     rows: list[Row] = []
@@ -138,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="two meshes, 256 tokens, two steps: to see that it runs")
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args(argv)
+    with contextlib.suppress(RuntimeError):  # JAX has started already: then it has as many devices as it has
+        jax.config.update("jax_num_cpu_devices", DEVICES)
     if len(jax.devices()) < DEVICES:
         parser.error(f"JAX has started with {len(jax.devices())} devices; run it as a process of its own, on the CPU")
     caches = args.cache or (["kivi:bits=4"] if args.quick else ["dense", "kivi:bits=4", "innerq:bits=2"])
