@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import pathlib
 import re
 import statistics
 import time
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec
 import kvq_jax as kvq
 from benchmarks.cpu.decode_step import random_cache, random_llama, small_config
 from benchmarks.cpu.timing import Shape, relative_error
+from benchmarks.markdown import head, table
 from benchmarks.report_file import Report, arguments, header
 from kvq_jax.placement.allowed import parse
 from kvq_models import Llama, decode_step, shard_llama
@@ -127,6 +129,27 @@ def measured(spec: str, tokens: int, meshes: Sequence[str], rounds: int) -> list
         begun = f"{spec:14} {mesh or 'one device':18} {tokens:6} tokens {rows[-1].step_ms:8.2f} ms a step"
         print(f"{begun}, {len(sizes):3} collectives of {4 * sum(sizes):7} bytes {apart:7.2f} ms, error {error:.1e}", flush=True)
     return rows
+
+
+def page(report: MeshReport, file: pathlib.Path) -> str:
+    """Render a table for each number of tokens."""
+    said = (
+        f"{LAYERS} layers, {report.batch} rows, {DEVICES} virtual devices that share {report.cores} cores: a step is not meant to get "
+        "faster here. The collectives of a step were counted in its compiled program and timed apart, one after the other."
+    )
+    parts = head(report, file, said)
+    names = ("cache", "mesh", "median ms", "to one device", "collectives", "their bytes", "their ms, apart", "error")
+    for tokens in dict.fromkeys(row.tokens for row in report.rows):
+        rows = [row for row in report.rows if row.tokens == tokens]
+        one = {row.cache: row.step_ms for row in rows if not row.mesh}
+        parts.append(f"## {tokens:,} tokens")
+        parts.append(table(names, (_line(row, one[row.cache]) for row in rows)))
+    return "\n\n".join(parts)
+
+
+def _line(row: Row, one_ms: float) -> tuple[str, ...]:
+    of_step = f"`{row.cache}`", f"`{row.mesh}`" if row.mesh else "one device", f"{row.step_ms:.2f}", f"{row.step_ms / one_ms:.2f}"
+    return *of_step, str(row.collectives), f"{row.collective_bytes:,}", f"{row.collectives_ms:.2f}", f"{row.error:.1e}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

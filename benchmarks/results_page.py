@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import overview, serving_soak, soak
+from benchmarks import mesh, overview, serving, serving_soak, soak
 from benchmarks.cpu import generation
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -94,6 +94,13 @@ KINDS = (
         serving_soak.page,
         _always("memory, compilations, and answers against those given alone, over very many requests"),
     ),
+    Kind(
+        "serving*",
+        serving.ServingReport,
+        serving.page,
+        _always("requests a second and time to first token through slots, sequences in equal memory, prefixes that come back"),
+    ),
+    Kind("mesh*", mesh.MeshReport, mesh.page, _always("decode steps on virtual devices, and what their collectives cost")),
     Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

@@ -1,17 +1,20 @@
-"""Many requests on one engine against one at a time: requests per second and time to first token at 1 to 8 slots; and how many sequences an
-equal memory holds with dense and quantized caches, counted from their layout.
+"""Many requests on one engine against one at a time: requests per second and time to first token at 1 to 8 slots; how many sequences an
+equal memory holds with dense and quantized caches, counted from their layout; and what a prefix that was read before saves.
 
     python -m benchmarks.serving --model smollm2 --json serving.json
 
 All requests come at once, each with a prompt and a length of its own, greedy and without an end token, so that every way generates the same
 number of tokens. One at a time is `generate`, prompt after prompt; its time to first token is that of a request that waits for those before
-it. Programs are compiled before the clock runs.
+it. Programs are compiled before the clock runs. A prefix comes back from the host's memory, and from the files of another store.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import pathlib
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -19,11 +22,14 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
+from benchmarks.markdown import head, table
 from benchmarks.report_file import Report, arguments, header
 from kvq_models import load_llama, prepare
 from kvq_models.inference import generation
 from kvq_models.inference.engine.budget import plan
 from kvq_models.inference.engine.engine import Engine
+from kvq_models.inference.engine.prefix_folder import PrefixFolder
+from kvq_models.inference.engine.prefixes import PrefixStore
 from kvq_models.inference.engine.requests import Request, Token
 from kvq_models.inference.padding import bucket
 from kvq_models.inference.sampling import Sampling
@@ -33,6 +39,7 @@ from kvq_models.llama.model import Llama
 ALONE = 0  # slots of the row that tells of one request at a time
 GREEDY = Sampling()
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2")
+PREFIX_LIMIT = 8 << 30  # bytes that pieces of the prefix may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +70,30 @@ class RoomRow:
     sequence_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class PrefixRow:
+    """Seconds from a prompt of `tokens` tokens to its first token: read by the model, found in memory, and found in files."""
+
+    cache: str
+    tokens: int
+    read: float
+    memory: float
+    disk: float
+    bytes: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingReport(Report):
-    """model: as it was named; prompt and new: the least and the most tokens of a request."""
+    """model: as it was named; prompt and new: the least and the most tokens of a request. cores: of the machine."""
 
     model: str
+    cores: int
     capacity: int
     prompt: tuple[int, ...]
     new: tuple[int, ...]
     rows: tuple[ServingRow, ...]
     room: tuple[RoomRow, ...]
+    prefixes: tuple[PrefixRow, ...]
 
 
 def requests_of(count: int, prompt: Sequence[int], new: Sequence[int], vocabulary: int) -> list[Request]:
@@ -134,6 +155,33 @@ def room_of(cache: str, config: LlamaConfig, capacity: int, memory: int) -> Room
     return RoomRow(cache, capacity, memory, max(0, (memory - one) // each + 1), each)
 
 
+def prefix_of(llama: Llama, cache: str, tokens: int) -> PrefixRow:
+    """Time one prompt three times: with an empty store, again, and with a new store on the folder of the first."""
+    prompt = requests_of(1, (tokens, tokens), (1, 1), llama.config.vocab_size)[0]
+    with tempfile.TemporaryDirectory() as name:
+        folder = PrefixFolder(pathlib.Path(name), PREFIX_LIMIT)
+        store = PrefixStore(PREFIX_LIMIT, folder)
+        engine = Engine(llama, cache, slots=1, capacity=tokens + 1, prefixes=store)
+        engine.warm_up()
+        read, memory = (_seconds(engine, prompt) for _ in range(2))
+        folder.close()
+        files = PrefixFolder(pathlib.Path(name), PREFIX_LIMIT)
+        engine.prefixes = PrefixStore(PREFIX_LIMIT, files)
+        disk = _seconds(engine, prompt)
+        files.close()
+    if engine.counts.prefix_tokens != 2 * tokens:
+        raise RuntimeError(f"{engine.counts.prefix_tokens} tokens of {2 * tokens} came from a store")
+    return PrefixRow(cache, tokens, read, memory, disk, store.nbytes)
+
+
+def _seconds(engine: Engine, request: Request) -> float:
+    started = time.perf_counter()
+    engine.submit(request)
+    while not engine.idle:
+        engine.advance()
+    return time.perf_counter() - started
+
+
 def lines_of(report: ServingReport) -> list[str]:
     """Return the report as lines of text."""
     found = [f"{'cache':<14} {'slots':>8} {'requests/s':>11} {'tokens/s':>9} {'first token, median':>20} {'most':>8} {'times one':>10}"]
@@ -148,7 +196,48 @@ def lines_of(report: ServingReport) -> list[str]:
         )
     found += ["", f"{'cache':<14} {'sequences':>10} of {report.capacity} tokens in {report.room[0].memory / 2**30:g} GiB, bfloat16 rows"]
     found += [f"{row.cache:<14} {row.sequences:>10}   {row.sequence_bytes} bytes each" for row in report.room]
+    for row in report.prefixes:
+        found += [
+            f"{row.cache:<14} a prefix of {row.tokens} tokens: read {row.read:.2f} s, from memory {row.memory:.3f} s "
+            f"({row.read / row.memory:.0f} times), from disk {row.disk:.3f} s ({row.read / row.disk:.0f} times)"
+        ]
     return found
+
+
+def page(report: ServingReport, file: pathlib.Path) -> str:
+    """Render the three tables."""
+    said = (
+        f"{report.cores} cores. Requests of {report.model} come all at once, with {report.prompt[0]} to {report.prompt[1]} tokens of a "
+        f"prompt and {report.new[0]} to {report.new[1]} new ones, greedy; caches hold {report.capacity} tokens a sequence. One at a time "
+        "is `generate`; first tokens are counted from the start, so they wait for the requests before."
+    )
+    parts = head(report, file, said)
+    lines = []
+    for row in report.rows:
+        alone = next((one for one in report.rows if one.cache == row.cache and one.slots == ALONE), None)
+        times = f"{alone.seconds / row.seconds:.2f}" if alone else ""
+        slots = "one at a time" if row.slots == ALONE else str(row.slots)
+        rates = f"{row.requests_per_second:.3f}", f"{row.new_tokens / row.seconds:.1f}", times
+        waits = f"{np.median(row.first_token):.2f} s", f"{max(row.first_token):.2f} s"
+        lines.append((f"`{row.cache}`", slots, *rates, *waits, f"{row.cache_bytes / 1e6:.1f}"))
+    names = ("cache", "slots", "requests/s", "tokens/s", "times one at a time", "first token, median", "last", "cache MB")
+    parts.append(table(names, lines))
+    for memory in dict.fromkeys(row.memory for row in report.room):
+        parts.append(f"## Sequences of {report.capacity} tokens in {memory / 2**30:g} GiB\n\nCounted from the layout, bfloat16 rows.")
+        held = [(f"`{row.cache}`", f"{row.sequences:,}", f"{row.sequence_bytes:,}") for row in report.room if row.memory == memory]
+        parts.append(table(("cache", "sequences", "bytes each"), held))
+    if report.prefixes:
+        parts.append("## Prefixes\n\nSeconds to the first token of a prompt that was read before, beside reading it.")
+        times = [
+            (f"`{row.cache}`", f"{row.tokens:,}", f"{row.read:.2f} s", *_saved(row.read, row.memory), *_saved(row.read, row.disk))
+            for row in report.prefixes
+        ]
+        parts.append(table(("cache", "tokens", "read", "from memory", "times faster", "from disk", "times faster"), times))
+    return "\n\n".join(parts)
+
+
+def _saved(read: float, found: float) -> tuple[str, str]:
+    return f"{found:.3f} s", f"{read / found:.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", nargs=2, type=int, default=[32, 64], metavar="N", help="least and most tokens (default: %(default)s)")
     parser.add_argument("--capacity", type=int, default=1024, metavar="S", help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--memory", type=float, default=1, metavar="GIB", help="GiB that sequences share (default: %(default)s)")
+    parser.add_argument("--prefix", type=int, default=4096, metavar="N", help="tokens of a prefix; 0 leaves it out (default: %(default)s)")
     parser.add_argument("--json", metavar="F", help="write the report, with the times of every request")
     args = parser.parse_args(argv)
     most = args.prompt[1] + args.new[1]
@@ -173,15 +263,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         llama = prepare(plain, cache)
         rows.append(one_at_a_time(llama, cache, args.capacity, requests))
         rows += [through_slots(llama, cache, slots, args.capacity, requests) for slots in args.slots]
+    prefixes = tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in args.cache) if args.prefix > 0 else ()
     memory = int(args.memory * 2**30)
     report = ServingReport(
         title="Requests through slots of one cache",
         model=args.model,
+        cores=os.cpu_count() or 0,
         capacity=args.capacity,
         prompt=tuple(args.prompt),
         new=tuple(args.new),
         rows=tuple(rows),
         room=tuple(room_of(cache, plain.config, args.capacity, memory) for cache in args.cache),
+        prefixes=prefixes,
         **header(("benchmarks.serving", *arguments(argv))),
     )
     print("\n".join(lines_of(report)))

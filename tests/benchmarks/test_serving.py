@@ -16,7 +16,7 @@ CACHE = "kivi:bits=2,recent=8,block=32"
 
 def test_a_report_tells_every_request(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "serving.json"
-    sizes = ["--requests", "5", "--prompt", "4", "12", "--new", "3", "6", "--capacity", "64", "--memory", "0.001"]
+    sizes = ["--requests", "5", "--prompt", "4", "12", "--new", "3", "6", "--capacity", "64", "--memory", "0.001", "--prefix", "64"]
     serving.main(["--model", str(model), "--cache", CACHE, "--slots", "2", *sizes, "--json", str(file)])
     report = serving.ServingReport.read(file)
     new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12), (3, 6), 300))
@@ -30,6 +30,12 @@ def test_a_report_tells_every_request(model: pathlib.Path, tmp_path: pathlib.Pat
     text = capsys.readouterr().out
     assert text.splitlines() == serving.lines_of(report)
     assert f"{report.rows[1].requests_per_second:.3f}" in text
+    (prefix,) = report.prefixes
+    assert (prefix.cache, prefix.tokens) == (CACHE, 64)
+    assert min(prefix.read, prefix.memory, prefix.disk, prefix.bytes) > 0
+    shown = serving.page(report, file)
+    assert f"| `{CACHE}` | one at a time | {report.rows[0].requests_per_second:.3f} |" in shown
+    assert f"| `{CACHE}` | 64 | {prefix.read:.2f} s |" in shown
 
 
 def test_the_sequences_that_fit_are_those_of_a_budget():
