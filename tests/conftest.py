@@ -27,6 +27,7 @@ hypothesis.settings.load_profile("kvq")
 
 # The files that take longest, in order: a long file that comes last keeps one worker busy while the other waits.
 LONGEST = (
+    "tests/test_multi_device.py",
     "tests/benchmarks/gpu/test_kernel_benchmarks.py",
     "tests/benchmarks/quality/test_quality.py",
     "tests/kvq_models/inference/test_decoding.py",
