@@ -171,7 +171,7 @@ def page(report: ServingSoakReport, file: pathlib.Path) -> str:
     said = (
         f"{last.requests:,} of {report.requests:,} requests of {report.pool} kinds through {report.slots} slots of {report.capacity} "
         f"tokens of {report.model} with `{report.cache}`. {last.new_tokens:,} tokens were drawn, {last.left:,} clients left early. The "
-        f"engine has {last.programs} programs."
+        f"engine has {last.programs} programs: two, and one for each width of a prompt's chunks."
     )
     wrong = (
         f"Not equal to the answer alone: request {', '.join(map(str, last.different))}."
