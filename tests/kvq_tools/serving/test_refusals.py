@@ -77,6 +77,8 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+        ("chat/completions", {"messages": [CHAT[0] | {"name": "me"}]}, "messages[0].name", "does not support 'me'"),
+        ("chat/completions", {"messages": [*CHAT, CHAT[0] | {"colour": 1}]}, "messages[2].colour", "Unrecognized request argument"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "'logprobs' is true"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x " * 4 * CAPACITY}]}, None, "maximum context length"),
     ],
