@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import mesh, overview, serving, serving_soak, soak
+from benchmarks import drafts, mesh, overview, serving, serving_soak, serving_start, soak
 from benchmarks.cpu import generation
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
@@ -95,11 +95,18 @@ KINDS = (
         _always("memory, compilations, and answers against those given alone, over very many requests"),
     ),
     Kind(
+        "serving_start*",
+        serving_start.StartReport,
+        serving_start.page,
+        _always("seconds from an empty machine to the first streamed token"),
+    ),
+    Kind(
         "serving*",
         serving.ServingReport,
         serving.page,
         _always("requests a second and time to first token through slots, sequences in equal memory, prefixes that come back"),
     ),
+    Kind("drafts*", drafts.DraftReport, drafts.page, _always("greedy decoding with drafts looked up in the text, and without")),
     Kind("mesh*", mesh.MeshReport, mesh.page, _always("decode steps on virtual devices, and what their collectives cost")),
     Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
