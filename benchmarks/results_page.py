@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import mesh, overview, serving, serving_soak, soak
-from benchmarks.cpu import generation
+from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
@@ -101,6 +101,9 @@ KINDS = (
         _always("requests a second and time to first token through slots, sequences in equal memory, prefixes that come back"),
     ),
     Kind("mesh*", mesh.MeshReport, mesh.page, _always("decode steps on virtual devices, and what their collectives cost")),
+    Kind(
+        "roofline*", roofline.RooflineReport, roofline.page, _always("the CPU kernel's time beside memory's and arithmetic's, instructions")
+    ),
     Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

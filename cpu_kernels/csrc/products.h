@@ -48,6 +48,7 @@ struct Packed {
 
   void find_bundles(float* scratch) {
     bundles = reinterpret_cast<Bundle*>(scratch);
+    if (body.form == kvq::kRows) return;
     for (int64_t slot = 0; slot < body.slots; slot++) count_of(slot) = int32_t(bundle(body, slot, bundles_of(slot)));
   }
 
@@ -87,7 +88,7 @@ struct Rows {
 
 // scores[r, i] = the sum of the lanes of sums[r, i], for R rows and T tokens.
 template <int R, int T>
-inline void put_sums(const Floats* sums, float* scores) {
+KVQ_INLINE void put_sums(const Floats* sums, float* scores) {
   float totals[(R * T + 7) / 8 * 8];
   for (int i = 0; i < R * T; i += 8) {
     Floats parts[8] = {};
@@ -99,7 +100,7 @@ inline void put_sums(const Floats* sums, float* scores) {
 
 // Scores of T tokens of a run with R rows.
 template <int R, int T, Scaling kScaling, class Numbers>
-inline void score_tokens(const Packed& packed, const Numbers& numbers, const Bundle* bundles, const Bundle* end, const Rows& rows,
+KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const Bundle* bundles, const Bundle* end, const Rows& rows,
                          const float* q, const float* scale, float* scores) {
   const int64_t stride = packed.body.padded();
   Floats sums[R * T] = {};
@@ -113,7 +114,7 @@ inline void score_tokens(const Packed& packed, const Numbers& numbers, const Bun
       Floats x[T];
       for (int i = 0; i < T; i++) {
         x[i] = numbers.at(low[i], high[i], low_shift, high_shift);
-        if (kScaling == Scaling::kTokens) x[i] *= scale[field.vector * kLanes / packed.body.group * kTile + i];
+        if (kScaling == Scaling::kTokens) x[i] *= scale[field.group + i];
         if (kScaling == Scaling::kElements) x[i] *= load(scale + i * stride + field.vector * kLanes);
       }
       for (int r = 0; r < R; r++) {
