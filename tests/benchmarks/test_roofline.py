@@ -1,4 +1,4 @@
-"""The benchmark of the CPU kernel beside its bounds: what it describes to the program, and its page; the program itself with --exhaustive."""
+"""The benchmark of the CPU kernel beside its bounds: what it describes to the program, and its page. The program runs with --exhaustive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_kernel_reads_every_cache_of_the_benchmark(spec: str):
 
 
 def test_a_cache_that_the_kernel_does_not_read_is_an_error():
-    with pytest.raises(ValueError, match="xquant.*same rows|xquant.*no CPU kernel"):
+    with pytest.raises(ValueError, match=r"xquant: .*no CPU kernel"):
         roofline.bodies("xquant", 64, 1024)
 
 
