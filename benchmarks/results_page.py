@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import drafts, mesh, overview, serving, serving_soak, serving_start, soak
-from benchmarks.cpu import generation
+from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
@@ -108,6 +108,9 @@ KINDS = (
     ),
     Kind("drafts*", drafts.DraftReport, drafts.page, _always("greedy decoding with drafts looked up in the text, and without")),
     Kind("mesh*", mesh.MeshReport, mesh.page, _always("decode steps on virtual devices, and what their collectives cost")),
+    Kind(
+        "roofline*", roofline.RooflineReport, roofline.page, _always("the CPU kernel's time beside memory's and arithmetic's, instructions")
+    ),
     Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

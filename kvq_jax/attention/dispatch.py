@@ -51,6 +51,8 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
         body = codec.native_body()
         if isinstance(body, str):
             return f"{name}: {body}"
+        if body.rotated and plan.regions.shards > 1:
+            return f"{name}: keys before RoPE in a body that is dealt out to shards; kernels rotate runs of neighbouring tokens"
     return None
 
 
