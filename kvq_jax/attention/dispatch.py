@@ -85,7 +85,8 @@ def no_triton() -> str | None:
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
-        return f"kernels need jax.experimental.pallas.triton, which cannot be imported from JAX {jax.__version__}"
+        said = f"kernels need jax.experimental.pallas.triton, which cannot be imported from JAX {jax.__version__}"
+        return f"{said}: JAX 0.10.2 to 0.12 have it (pip install 'jax<0.13')"
     return None
 
 
