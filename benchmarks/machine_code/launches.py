@@ -5,7 +5,7 @@
 
 A layer is what lies between two of its neighbours' attention kernels. Loops count as often as their bodies run, a branch as its longer
 side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that the file has
-for the same commit are kept, so a run that was cut short goes on. Needs the extra `aot`.
+of the same commit are kept, so a run that was cut short goes on, and one of some cases adds to another's. Needs the extra `aot`.
 """
 
 from __future__ import annotations
@@ -98,6 +98,15 @@ def of_a_layer(top: list[Thunk]) -> list[Thunk]:
     return top[places[-2] + 1 : places[-1] + 1]
 
 
+def captured(text: str) -> tuple[int, int]:
+    """Return (command buffers, launches in none) of the list in which XLA has put launches into command buffers. Raise ValueError where it
+    is empty."""
+    kinds = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
+    if not kinds:
+        raise ValueError("XLA wrote no list of thunks with command buffers")
+    return kinds.count("kCommandBuffer"), sum(kind in LAUNCHES for kind in kinds)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """The launches of a layer. launches: their number by name; loops, branches: thunks that no command buffer captures; limit_us: the bytes
@@ -114,6 +123,10 @@ class Row:
     limit_us: float
     graphs: int = 0
     outside: int = 0
+
+    @property
+    def case(self) -> tuple[str, int, int, str]:
+        return self.spec, self.tokens, self.batch, self.target
 
     @property
     def beside(self) -> int:
@@ -150,6 +163,7 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
     program = compile_for(target, step, (llama, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)))
     layer = of_a_layer(thunks(program.thunks))
     counts = Counter(name for thunk in layer for name in thunk.launches(batch))
+    graphs, outside = captured(program.captured)
     bytes_read = kvq.nbytes(cache.layers[0])
     return Row(
         spec=spec,
@@ -161,6 +175,8 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
         loops=sum(thunk.kind == "kWhile" for thunk in layer),
         branches=sum(thunk.kind == "kConditional" for thunk in layer),
         limit_us=bytes_read / target.copy_bandwidth * 1e6,
+        graphs=graphs,
+        outside=outside,
     )
 
 
@@ -178,6 +194,8 @@ HEADER = (
     "beside",
     "loops",
     "branches",
+    "graphs of the step",
+    "launches in none",
     "us of launches beside",
     "us of the cache's bytes",
     "both over the bytes",
@@ -185,7 +203,7 @@ HEADER = (
 
 
 def line(row: Row) -> tuple[str, ...]:
-    counts = (f"{n}" for n in (row.total, row.matrices, row.beside, row.loops, row.branches))
+    counts = (f"{n}" for n in (row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside))
     times = f"{row.beside * NODE_US:.0f}", f"{row.limit_us:.1f}", f"{row.over_limit:.2f}"
     return f"`{row.spec}`", row.jax, f"{row.tokens // 1024}K x {row.batch}", *counts, *times
 
@@ -234,18 +252,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if lacking := missing():
         parser.exit(2, f"{lacking}\n")
     described = header(("benchmarks.machine_code.launches", *arguments(argv)))
-    kept = {(row.spec, row.tokens, row.batch, row.target): row for row in earlier_rows(options.json, described)}
-    rows: list[Row] = []
-    for spec in specs:
-        for tokens, batch in points:
-            start = time.perf_counter()
-            key = spec, tokens, batch, options.target
-            rows.append(kept[key] if key in kept else measure(spec, batch, TARGETS[options.target], tokens))
-            seconds = time.perf_counter() - start
-            print(f"{spec}, {tokens} x {batch}: {rows[-1].total} launches, {seconds:.0f} s", file=sys.stderr, flush=True)
-            if options.json:
-                LaunchReport(title="Launches of a layer", **described, rows=tuple(rows)).write(options.json)
-    print(table(HEADER, map(line, rows)))
+    rows = {row.case: row for row in earlier_rows(options.json, described)}
+    asked = [(spec, tokens, batch, options.target) for spec in specs for tokens, batch in points]
+    for case in asked:
+        start, (spec, tokens, batch, target) = time.perf_counter(), case
+        if case not in rows:
+            rows[case] = measure(spec, batch, TARGETS[target], tokens)
+        print(f"{spec}, {tokens} x {batch}: {rows[case].total} launches, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        if options.json:
+            ordered = sorted(rows.values(), key=lambda row: (SPECS.index(row.spec), row.batch, -row.tokens))
+            LaunchReport(title="Launches of a layer", **described, rows=tuple(ordered)).write(options.json)
+    print(table(HEADER, (line(rows[case]) for case in asked)))
 
 
 def earlier_rows(path: str | None, described: Header) -> tuple[Row, ...]:
