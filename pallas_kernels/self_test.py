@@ -108,30 +108,27 @@ def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
         return [_bits(rng.standard_normal((*shape, TOKENS, reader.channels)), reader.dtype)]
     if isinstance(reader, GroupedReader):
         step = 2 / (2**reader.layout.bits - 1)
-        sizes = (
-            (reader.layout.channels // reader.group, TOKENS)
-            if reader.axis == "channels"
-            else (TOKENS // reader.group, reader.layout.channels)
-        )
+        groups, channels = TOKENS // reader.group, reader.layout.channels
+        sizes = (groups, channels) if reader.axis == "tokens" else (channels // reader.group, TOKENS)
         ranges = [(0.7 * step, 1.3 * step), *([(-1.2, -0.8)] if reader.centre is None else [])]
-        return [*_words(reader.layout, rng), *(_bits(rng.uniform(*of, (*shape, *sizes)), reader.scale_dtype) for of in ranges)]
+        return [*_words(reader.layout, rng), *_uniform(ranges, (*shape, *sizes), reader.scale_dtype, rng)]
     if isinstance(reader, PolarReader):
         radius, angle = 2.0 ** -(reader.layout.bits - reader.angle_bits), 2.0**-reader.angle_bits
         sizes = (*shape, TOKENS // reader.group, reader.layout.channels)
         ranges = ((radius, 1.3 * radius), (0.1, 0.3), (angle, 2 * angle), (-3.1, 3.1))
-        return [*_words(reader.layout, rng), *(_bits(rng.uniform(*of, sizes), reader.scale_dtype) for of in ranges)]
+        return [*_words(reader.layout, rng), *_uniform(ranges, sizes, reader.scale_dtype, rng)]
     if isinstance(reader, CodebookReader):
         return [*_words(reader.layout, rng), *_of_table(reader, rng)]
     raise TypeError(f"no random arrays for a {type(reader).__name__}")
 
 
 def _of_table(reader: CodebookReader, rng: np.random.Generator) -> Sequence[np.ndarray]:
-    batch, channels = len(LIMITS), reader.layout.channels
+    batch, channels, ranges = len(LIMITS), reader.layout.channels, ((0.7, 1.3), (-0.1, 0.1))
     if reader.affine == "channels":
-        scales = [rng.uniform(*of, (HEADS, channels)).astype(np.float32) for of in ((0.7, 1.3), (-0.1, 0.1))]
+        scales = _uniform(ranges, (HEADS, channels), "float32", rng)
     else:
         sizes = batch, HEADS, channels // min(reader.group, channels), TOKENS
-        scales = [_bits(rng.uniform(*of, sizes), reader.scale_dtype) for of in ((0.7, 1.3), (-0.1, 0.1))]
+        scales = _uniform(ranges, sizes, reader.scale_dtype, rng)
     table = np.sort(rng.uniform(-1, 1, 1 << reader.layout.bits)).astype(np.float32)
     if not reader.pool:
         return [table, *scales]
@@ -146,6 +143,10 @@ def _of_table(reader: CodebookReader, rng: np.random.Generator) -> Sequence[np.n
 def _words(layout: PlaneLayout, rng: np.random.Generator) -> list[np.ndarray]:
     shapes = [(len(LIMITS), HEADS, TOKENS // layout.slots, layout.words(bits)) for bits in layout.sets]
     return [rng.integers(-(1 << 15), 1 << 15, shape, np.int16) for shape in shapes]
+
+
+def _uniform(ranges: Sequence[tuple[float, float]], shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> list[np.ndarray]:
+    return [_bits(rng.uniform(low, high, shape), dtype) for low, high in ranges]
 
 
 def _bits(numbers: np.ndarray, dtype: str) -> np.ndarray:

@@ -186,7 +186,7 @@ def _layer_step(
 
     def by(implementation: Implementation) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
         layer = prefill_layer if prefill else decode_layer
-        return lambda *arrays: layer(plan, *arrays, implementation)
+        return lambda params, state, inputs, carry: layer(plan, params, state, inputs, carry, implementation)
 
     arrays = params, state, inputs, carry
     if not by_platform:

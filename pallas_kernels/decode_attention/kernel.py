@@ -131,8 +131,8 @@ def _kernel(
         inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
         of_unit = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs, *outputs[3:])]
         ends = [sum(counts[: i + 1]) for i in range(4)]
-        groups = [of_unit[last - count : last] for last, count in zip(ends, counts, strict=True)]
-        carry = _attend_run(run, *groups, of_unit[ends[3] :], readers, schedule.tile, capacity, asm, columns)
+        query, keys, values, added = (of_unit[last - count : last] for last, count in zip(ends, counts, strict=True))
+        carry = _attend_run(run, query, keys, values, added, of_unit[ends[3] :], readers, schedule.tile, capacity, asm, columns)
         _store_piece(outputs[:3], program + run.row * schedule.heads + run.head, *carry)
         return at + run.end - run.first
 

@@ -15,7 +15,7 @@ from tests.exhaustive import some
 from tests.kvq_jax.attention.test_dispatch import DIMS, SPECS
 from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
 
-SERVED = tuple(spec for spec in SPECS if spec != "dense:block=32")
+SERVED = ("kivi:bits=4", *SPECS)
 
 
 def format(spec: str) -> self_test.Format:

@@ -90,7 +90,8 @@ def pieces_of(limits: np.ndarray, schedule: Schedule, score: np.ndarray, value: 
                 weights = np.exp2(score[b, k, own] - m)
                 for array, part in zip(arrays, (m, weights.sum(axis=0), value[b, k, own].T @ weights), strict=True):
                     array[place] = part
-    return Pieces(*map(jnp.asarray, arrays), jnp.asarray(limits, jnp.int32), schedule)
+    m, l, o = map(jnp.asarray, arrays)
+    return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 90])
