@@ -1,4 +1,4 @@
-"""Tile sizes, stages and splits of the decode-attention kernel: they change its speed, never its result."""
+"""Tile sizes, stages and programs of the decode-attention kernel: they change its speed, never its result."""
 
 from __future__ import annotations
 
