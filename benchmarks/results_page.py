@@ -87,6 +87,7 @@ KINDS = (
     ),
     Kind("kernels_*", GpuReport, gpu_page.kernels_page, _always("time, bandwidth and error of kernels, the papers' tables")),
     Kind("step_*", GpuReport, gpu_page.step_page, _always("time and bandwidth of whole decode steps")),
+    Kind("parity_*", GpuReport, gpu_page.parity_page, _always("errors of kernels and of many small steps on a GPU")),
     Kind("soak*", soak.SoakReport, soak.page, _always("memory, and results against a new cache's, over very many decode steps")),
     Kind(
         "serving_soak*",

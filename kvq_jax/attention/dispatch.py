@@ -86,7 +86,8 @@ def no_triton() -> str | None:
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
-        return f"kernels need jax.experimental.pallas.triton, which cannot be imported from JAX {jax.__version__}"
+        said = f"kernels need jax.experimental.pallas.triton, which cannot be imported from JAX {jax.__version__}"
+        return f"{said}: JAX 0.10.2 to 0.12 have it (pip install 'jax<0.13')"
     return None
 
 
@@ -210,7 +211,9 @@ def append_token(
     whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0 and regions.recent > 0
     serves = whole_blocks and regions.shards == 1 and plan.cross_layer is None and regions.body_capacity > 0
     jobs = [codec.kernel_job(stats, prefill=False) if serves else None for codec, stats in zip(plan.codecs, state.stats, strict=True)]
-    return _fused().append_token(plan, state, rows, start, total, jobs, chosen), tuple(job is not None for job in jobs)
+    fused = _fused()
+    written = tuple(job is not None or fused.leaves_at_once(plan, codec) for codec, job in zip(plan.codecs, jobs, strict=True))
+    return fused.append_token(plan, state, rows, start, total, jobs, chosen), written
 
 
 def _fused() -> types.ModuleType:

@@ -23,7 +23,7 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
-from pallas_kernels.quantize.append import Blocks, Places, Side
+from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
@@ -37,25 +37,35 @@ def attend(
 ) -> QueryBNTH:
     """Attend as `streaming.attend` does, with one query token, which the windows of the state `after` the append hold already; NaN past the
     capacity."""
-    if not _reads_windows(plan, after):
+    holds_all = all(leaves_at_once(plan, codec) for codec in plan.codecs)
+    if not holds_all and not _reads_windows(plan, after):
         out = streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
         return streaming.without_lost(plan, inputs.positions, out)
     batch, heads, _, head_dim = inputs.q_rot.shape
     group, positions = heads // plan.heads, inputs.positions[:, 0]
     rows = inputs.q_rot.reshape(batch, plan.heads, group, head_dim)
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    windows = attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)
+    windows = [] if holds_all else [attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     _, _, (values, _), _ = arguments
     if plan.regions.axis is None and plan.v.sums_vectors and not values.adds_values:
         of_body, _ = attention_in_pieces(*arguments, capacity=plan.regions.held_capacity, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
-        return finished([windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
+        return finished([*windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
     part = _body_part(launch, plan, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)
-    out = online_softmax.finish(online_softmax.merge(merged([windows], group, launch=launch), part))
+    if windows:
+        part = online_softmax.merge(merged(windows, group, launch=launch), part)
+    out = online_softmax.finish(part)
     return streaming.without_lost(plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape))
+
+
+def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
+    """Return True where a new token leaves for the body in its own step, which holds it as it is: windows have nothing of their own."""
+    regions = plan.regions
+    without_windows = regions.sink == regions.recent == 0 and regions.block == 1 and regions.shards == 1 and regions.body_capacity > 0
+    return without_windows and codec.stores_rows and not plan.joint and plan.cross_layer is None
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState) -> bool:
@@ -132,7 +142,7 @@ def append_token(
     places = Places(start, total > start, first, plan.regions.body(total) > first)
     sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
     for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
-        blocks = None
+        blocks = Rows(load_body(specs[side], state.body[side])) if leaves_at_once(plan, codec) else None
         if job is not None:
             stored = load_body(specs[side], state.body[side])
             packed = Packed(stored.words, stored.scale, stored.zero)
@@ -142,6 +152,8 @@ def append_token(
 
     def body(side: int) -> Tree:
         job, blocks = jobs[side], after[side].blocks
+        if isinstance(blocks, Rows):
+            return specs[side].store(blocks.body)
         if job is None or blocks is None:
             return state.body[side]
         array = GroupedArray(blocks.body.words, blocks.body.scale, blocks.body.zero, job.format)

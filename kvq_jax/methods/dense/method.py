@@ -43,6 +43,10 @@ class DenseCodec(Codec):
     def exact(self) -> bool:
         return True
 
+    @property
+    def stores_rows(self) -> bool:
+        return True
+
     def kernel_reader(self) -> Reader | str:
         return kernel_readers.dense(self.channels, self.dtype)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.launch import Launch
-from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
+from pallas_kernels.quantize.append import Blocks, Places, Rows, Side, append_token
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -34,7 +34,7 @@ def append(
     [side] = append_token(
         [Side(row, ring[:, :, :0], ring, blocks)], Places(first, none, first, leaving > 0), block=block_of(case), launch=launch
     )
-    assert side.blocks is not None
+    assert isinstance(side.blocks, Blocks)
     return side.blocks.body
 
 
@@ -157,3 +157,18 @@ def test_every_case_runs_on_a_gpu(case, arithmetic):
     body, ring, first = inputs_of(case)
     after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), Launch(arithmetic))
     assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), wrong
+
+
+def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
+    rng = np.random.default_rng(3)
+    body, ring, row = (jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1))
+    first, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])
+    places = Places(first, jnp.asarray([True, False, True]), first, leaving)
+    [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=1, launch=INTERPRETED)
+    expected = np.asarray(body).copy()
+    for b, at in ((0, 0), (2, 39)):
+        expected[b, :, at] = np.asarray(row)[b, :, 0]
+    np.testing.assert_array_equal(side.blocks.body, expected)
+    assert not np.array_equal(expected, body), "nothing was written"
+    with pytest.raises(ValueError, match="blocks of 32 tokens"):
+        append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=32, launch=INTERPRETED)
