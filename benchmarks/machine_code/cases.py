@@ -38,8 +38,8 @@ class Case:
     build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct. kernel: a regular expression for the whole name
     of the kernel in it. elements_per_iteration: cached elements that a block reads in one iteration of the main loop, K and V together.
     stored_bits: of one cached element, with scales and zero points. cap_instructions, cap_alu: per cached element. min_share: of the memory
-    limit, if every issue slot were filled. cap_spill_bytes: of a thread, in the whole kernel; a few, outside of the loop, cost nothing. mma_columns: query
-    heads, padded, that each cached element is multiplied with; None where a warp repeats work.
+    limit, if every issue slot were filled. cap_spill_bytes: of a thread, in the whole kernel; a few, outside of the loop, cost nothing.
+    mma_columns: query heads, padded, that each cached element is multiplied with; None where a warp repeats work.
     """
 
     name: str

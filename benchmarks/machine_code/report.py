@@ -184,8 +184,8 @@ def page(report: Instructions, file: pathlib.Path) -> str:
     """Render the costs of the kernels' main loops, by target."""
     said = (
         f"ptxas {report.ptxas_version}. Counted in the machine code of each kernel's main loop, compiled without a GPU: what the "
-        f"instructions allow, not how fast a kernel runs. The share of the memory limit is what {ISSUED:.0%} of the issue slots leave of it. "
-        "Per element is per cached element, K or V. `innerq:bits=1,mode=sym` has codes "
+        "instructions allow, not how fast a kernel runs. The share of the memory limit is "
+        f"what {ISSUED:.0%} of the issue slots leave of it. Per element is per cached element, K or V. `innerq:bits=1,mode=sym` has codes "
         "of two bits for three levels: it shows the kernels at their limit, and is no 2-bit cache."
     )
     lines = sorted((row.line() for row in report.rows), key=lambda line: not line[0].startswith(LEADING))
