@@ -11,6 +11,7 @@ Fused kernels are imported only when one is needed: the Triton route of Pallas i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -22,7 +23,7 @@ import jax
 
 from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
-from kvq_jax.attention import native, streaming
+from kvq_jax.attention import arithmetic, native, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -110,7 +111,7 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         kernels = _kernels_here()
         if obstacle(kernels, plan, query_heads, tokens):
             return None
-        return LAUNCH if kernels == "pallas" else "native"
+        return _launch(plan, query_heads) if kernels == "pallas" else "native"
     if implementation == "xla":
         return None
     if isinstance(implementation, Launch):
@@ -121,7 +122,12 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
     if reason := unsupported(plan, query_heads, tokens, implementation) or no_device(implementation):
         raise ValueError(f"{implementation=} cannot run: {reason}")
-    return LAUNCH if implementation == "pallas" else "native"
+    return _launch(plan, query_heads) if implementation == "pallas" else "native"
+
+
+def _launch(plan: LayerPlan, query_heads: int) -> Launch:
+    """Return the options of kernels that can serve this layer: in assembly where its self-test has passed on this kind of device."""
+    return LAUNCH if LAUNCH.interpret else dataclasses.replace(LAUNCH, arithmetic=arithmetic.arithmetic_of(plan, query_heads))
 
 
 def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
@@ -140,6 +146,13 @@ def kernels_here() -> str:
     if reason := no_device(kernels):
         return f"none: {reason}"
     return f"native, compiled for {instruction_set()}" if kernels == "native" else "pallas"
+
+
+def arithmetic_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
+    """Say, in one line, how fused kernels compute for the layers of these plans that they serve, and what the self-test found."""
+    if reason := no_device("pallas"):
+        return f"not tested: {reason}"
+    return arithmetic.described([plan for plan in plans if not unsupported(plan, query_heads, 1)], query_heads)
 
 
 def name_of(chosen: Chosen) -> str:

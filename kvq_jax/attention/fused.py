@@ -19,7 +19,7 @@ from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
-from pallas_kernels.decode_attention.kernel import decode_attention, split_attention
+from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
@@ -51,7 +51,7 @@ def attend(
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     _, _, (values, _), _ = arguments
     if plan.regions.axis is None and plan.v.sums_vectors and not values.adds_values:
-        of_body, _ = split_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
+        of_body, _ = attention_in_pieces(*arguments, capacity=plan.regions.held_capacity, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
         return finished([*windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
     part = _body_part(launch, plan, arguments)
