@@ -33,7 +33,9 @@ def draw(report: QualityReport) -> Any:
         style = {"linewidth": 2.5, "color": "#c2255c", "zorder": 5} if name == OURS else {"linewidth": 0.8, "color": f"C{index % 10}"}
         axes.errorbar(bits, kl, yerr=(below, above), marker=marker, markersize=5, elinewidth=0.6, label=name, **style)
     axes.set(xlabel="stored bits of a body element", ylabel="KL to full precision, nats per token", yscale="log")
-    axes.set_title(f"{report.model}\n{report.text.name}, {report.windows} windows, after a prompt of {report.prompt} tokens", fontsize="medium")
+    axes.set_title(
+        f"{report.model}\n{report.text.name}, {report.windows} windows, after a prompt of {report.prompt} tokens", fontsize="medium"
+    )
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize="small", ncols=2)
     return figure

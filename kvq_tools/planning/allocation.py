@@ -87,11 +87,11 @@ def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tupl
     layers, sides = len(costs.energies), len(costs.energies) * len(SIDES)
     if budget < sides:
         raise ValueError(f"{budget} bits for a chunk of every layer and side are fewer than one for each of {sides}")
-    counts = np.arange(1, MOST * costs.chunks + 1)
+    counts = range(1, MOST * costs.chunks + 1)
     table = np.array([[[costs.cost(l, s, costs.best(l, s, n)) for n in counts] for s in SIDES] for l in range(layers)])
     table = np.minimum.accumulate(table, axis=2)
-    own = counts[_within(budget, table.reshape(sides, -1), np.broadcast_to(counts, (sides, len(counts))))].reshape(layers, 2)
-    found = [(costs.best(layer, "k", k), costs.best(layer, "v", v)) for layer, (k, v) in enumerate(own)]
+    own = _within(budget, table.reshape(sides, -1), np.broadcast_to(counts, (sides, len(counts)))).reshape(layers, 2)
+    found = [(costs.best(layer, "k", counts[k]), costs.best(layer, "v", counts[v])) for layer, (k, v) in enumerate(own)]
     one = (1, *[0] * (costs.chunks - 1))
     candidates = [*dict.fromkeys(pair for pair in found if pair != (one, one)), (one, one)]  # the last fits every budget that is allowed
     priced = np.array([[sum(costs.cost(l, s, w) for s, w in zip(SIDES, pair, strict=True)) for pair in candidates] for l in range(layers)])

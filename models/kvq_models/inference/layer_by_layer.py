@@ -14,7 +14,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.step import Step, begin, finish
+from kvq_jax.cache.step import Step, append_and_attend, begin, finish
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 from kvq_jax.types.rope import Rope
 from kvq_models.inference.decoding import attention_inputs, check_dims, finish_layer
@@ -69,4 +69,4 @@ def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: Lengt
 
 def attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
     """Return `append_and_attend` of the step's next layer with everything that a method may read."""
-    return append_andattend(step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
+    return append_and_attend(step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)

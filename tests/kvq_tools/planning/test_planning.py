@@ -176,7 +176,7 @@ def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(auto, run,
         (("plan", "--device", "abacus", "--tokens-per-second", "10"), "device 'abacus' is unknown"),
         (("plan", "--budget", "2bits", "--device", "h200", "--tokens-per-second", "10"), "a speed is a budget of bytes"),
         (("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "200"), "leave nothing to quantize"),
-        (("plan", "--budget", "2bits", "--text", str(PASSAGE)), "a plan needs at least"),
+        (("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "2000"), "a plan needs at least"),
         (("plan", "--budget", "2bits", "--out", "nowhere/plan.json"), "a file in a directory that exists"),
     ],
 )
