@@ -70,7 +70,7 @@ class Sensitivity:
         """Return the layer's output for the tokens after the prompt, one step after the other through the cache."""
         batch, length = self.tokens.shape
         own, given, layers = llama.layers[layer], parameters_for(llama, spec), len(llama.layers)
-        cache = init_cache(spec, llama.config, batch, length, self.exact.dtype)
+        cache = init_cache(spec, llama.config, batch, length, llama.embed[...].dtype)
         outputs = []
         for start, stop in ((0, self.prompt), *((at, at + self.step) for at in range(self.prompt, length, self.step))):
             step = dataclasses.replace(begin(cache, stop - start, prefill=not start, parameters=given), layer=layer)
