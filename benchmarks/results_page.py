@@ -21,7 +21,7 @@ from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport
-from benchmarks.quality import key_bias, layer_similarity, long_context_report, outlier_channels, squat_subspace_report
+from benchmarks.quality import joint_weights, key_bias, layer_similarity, long_context_report, outlier_channels, squat_subspace_report
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -60,6 +60,7 @@ KINDS = (
         "launches*", launches.LaunchReport, launches.page, _always("what a layer of a decode step launches on a GPU, with estimated times")
     ),
     Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
+    Kind("joint_weights*", joint_weights.JointReport, joint_weights.page, _always("perplexity with quantized weights, caches, and both")),
     Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),
     Kind(
         "long_context*",

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from benchmarks.quality.journal import Journal
 from benchmarks.report_file import Report
 from kvq_jax.files import whole
 from kvq_jax.files.whole import UNFINISHED, replacing, replacing_directory
 from kvq_models import save_calibration, save_llama
 from kvq_models.named_models.fetch import fetch
+from kvq_tools.evaluation.journal import Journal
 from kvq_tools.report import page, write
 from tests.crashes import killed_at, listing, steps_of
 from tests.kvq_models.checkpoints import random_llama, tiny_config

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.quality.journal import Journal
 from benchmarks.quality.long_context_report import FULL_PRECISION, CacheSize, Cell, LongContextReport
 from benchmarks.quality.report import Text
 from benchmarks.quality.study import add_model, model_words, shown
@@ -32,6 +31,7 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.inputs import encode
+from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
 

@@ -49,7 +49,7 @@ def prefill_together(
     hidden = embed(llama, tokens)
     for layer in llama.layers:
         inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
-        attended = [_attend(step, inputs, rope) for step in steps]
+        attended = [attend(step, inputs, rope) for step in steps]
         steps = [step for _, step in attended]
         hidden = finish_layer(layer, hidden, attended[0][0])
     return head(llama, hidden[:, -1:])[:, 0], tuple(finish(step) for step in steps)
@@ -62,10 +62,11 @@ def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: Lengt
     step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec))
     hidden = embed(llama, tokens)
     for layer in llama.layers:
-        attention, step = _attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
+        attention, step = attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
         hidden = finish_layer(layer, hidden, attention)
     return hidden, step.valid, finish(step)
 
 
-def _attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
+def attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
+    """Return `append_and_attend` of the step's next layer with everything that a method may read."""
     return append_and_attend(step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
