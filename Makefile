@@ -42,7 +42,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.kvq: $(VENV)/bin/python $(BUILD)
 	@echo "installing kvq into $(VENV) (a minute or two) ..."
-	$(PIP) -e .
+	$(PIP) -e ".[serve]"
 	@touch $@
 
 $(VENV)/.kvq-test: $(VENV)/bin/python $(BUILD)

@@ -7,8 +7,8 @@ from typing import Literal
 
 Arithmetic = Literal["jnp", "asm"]
 
-# Inline assembly halves the instructions of a loop (docs/kernels.md), but only the emulator of the tests interprets it, and that is no GPU:
-# it stays off by default until a committed result of a GPU shows that it computes the same.
+# Of kernels that are called directly. Inline assembly halves the instructions of a loop (docs/kernels.md), but only the emulator of the
+# tests interprets it, and that is no GPU: caches are read by it where the machine's self-test has passed (self_test.py).
 DEFAULT_ARITHMETIC: Arithmetic = "jnp"
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from benchmarks.quality.journal import Journal
 from benchmarks.report_file import Report
 from kvq_jax.files.whole import replacing, replacing_directory
 from kvq_models import Llama, save_calibration, save_llama
 from kvq_models.inference.engine import prefix_folder
 from kvq_models.inference.engine.pieces import Piece
 from kvq_models.named_models.fetch import fetch
+from kvq_tools.evaluation.journal import Journal
 from kvq_tools.report import page, write
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.kvq_models.package_server import tiny

@@ -16,6 +16,7 @@ from benchmarks.cpu.attention import one_dot_query_first
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.device_timing import TINY, uniform
 from benchmarks.gpu.random_bodies import CHECKED_HEADS, bodies_of, checked_part
+from benchmarks.gpu.report import INEXACT_MERGE
 from kvq_jax.attention import reference
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.launch import Launch
@@ -27,6 +28,7 @@ MODELS = {  # KV heads, query heads of each, head dim
     "Llama-2-7B": (32, 1, 128),
     "Llama-2-13B": (40, 1, 128),
 }
+FIRST_SPECS = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "innerq:bits=1,mode=sym")
 SPECS = (
     *("dense", "kivi:bits=2", "kivi:bits=4", "innerq:bits=1,mode=sym"),
     *("innerq:bits=2", "innerq:bits=3,mode=sym", "innerq:bits=8,mode=asym"),
@@ -34,7 +36,6 @@ SPECS = (
 )
 MORE_SPECS = ("kivi:bits=4,pre_rope=true", "nf4", "polarquant")  # at one shape only
 DEQUANTIZED = "kivi:bits=4"  # the cache of the candidate that dequantizes before it attends
-INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
 PROCESSORS = 132  # of an H200: so many programs, at least, occupy it
 
 
@@ -83,17 +84,18 @@ def name_of(launch: Launch) -> str:
 # Attention: x = (q [B, K, G, H], limits [B]), a result is [B, K, G, H], all fp32
 
 
-def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS) -> list[Planned]:
-    """Return the tasks of attention, others' code first."""
+def attention_tasks(shape: Shape, launches: Sequence[Launch], specs: Sequence[str] = SPECS, *, brief: bool = False) -> list[Planned]:
+    """Return the tasks of attention, others' code first. brief: of others' only XLA's and the two of cuDNN that are exact."""
     tasks: dict[str, Callable[[], Task]] = {
         "XLA bf16": lambda: _others(shape, _naive, "BKSH"),
         "cuDNN bf16": lambda: _others(shape, _cudnn, "BSKH"),
     }
     if shape.group > 1:
         tasks["cuDNN bf16, query heads as tokens"] = lambda: _others(shape, _cudnn_grouped, "BSKH")
-    if (splits := _useful_splits(shape)) > 1:
+    if not brief and (splits := _useful_splits(shape)) > 1:
         tasks["cuDNN bf16, tokens split"] = lambda: _others(shape, functools.partial(_cudnn_split, splits), "BSKH", INEXACT_MERGE)
-    tasks[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
+    if not brief:
+        tasks[f"{DEQUANTIZED}, dequantized, then XLA bf16"] = lambda: _dequantized(shape)
     tasks |= {spec: functools.partial(_fused, shape, spec, tuple(launches)) for spec in specs}
     return [Planned("attention", name, make) for name, make in tasks.items()]
 

@@ -1,14 +1,14 @@
 """Whole decode steps of a Llama-3.1-8B-shaped model on a GPU: milliseconds and tokens per second, through each cache, by kernels and XLA.
 
 Weights and cache contents are random and made on the device. A sample is a loop of a few steps in one program, each waiting for the logits
-of the one before; caches are updated in place and grow. At each shape all kernels are timed first, then XLA, which may take a hundred times
-as long and whose logits theirs are compared with.
+of the one before; caches are updated in place and grow. Kernels are timed at all shapes first, then XLA, which may take a hundred times as
+long and whose logits theirs are compared with. What does not fit the device's memory is left out by name. One program is traced: its
+microseconds by kernel name go into the file too.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -25,10 +25,12 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks import llama_8b
 from benchmarks.cpu.timing import Shape, relative_error
-from benchmarks.gpu.device_timing import Timing, sampled_ms, uniform
-from benchmarks.gpu.kernels import measure_bandwidth, progress, summary
+from benchmarks.gpu.compiling import THREADS, as_compiled, leave
+from benchmarks.gpu.device_timing import SHORT, Timing, memory_limit, sampled_ms, uniform
+from benchmarks.gpu.kernels import measure_bandwidth, progress, said_wrong, summary
 from benchmarks.gpu.random_bodies import random_body
-from benchmarks.gpu.report import GpuReport, KernelRow, is_fatal, one_line
+from benchmarks.gpu.report import GpuReport, KernelRow, Trace, is_fatal, one_line
+from benchmarks.gpu.trace import traced
 from benchmarks.report_file import arguments
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.layer.plan import LayerState
@@ -38,16 +40,28 @@ from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
 from pallas_kernels.tiles.layout import SPAN
 
-CACHES = ("dense", "innerq:bits=2", "kivi:bits=4", "kivi:bits=2")
-IMPLEMENTATIONS = ("jnp", "asm", "xla", "default")
-POINTS = ((32768, 16), (4096, 16), (32768, 1), (4096, 1))  # tokens, batch
-STEPS, WARM_UPS = 4, 3  # steps of a sample; runs that are not samples
+CACHES = ("dense", "kivi:bits=4", "innerq:bits=2", "kivi:bits=2")
+IMPLEMENTATIONS = ("jnp", "asm", "xla", "default", "interpreted")
+POINTS = ((32768, 16), (4096, 16), (32768, 64), (4096, 64), (32768, 1), (4096, 1))  # tokens, batch
+TRACED = "kivi:bits=4"  # the cache whose first program is traced
+STEPS, WARM_UPS = 4, 4  # steps of a sample; runs that are not samples, the traced one among them
 LONG_RUN = 1.0  # seconds of a program's first run past which it is not repeated
+TINY = LlamaConfig(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    max_position_embeddings=4096,
+)
 
 
 def usual_implementations(tokens: int, batch: int) -> tuple[str, ...]:
-    """Return XLA and the kernels: in both arithmetics where they show most (one is `decode_step`'s default), elsewhere in assembly."""
-    return ("jnp", "asm", "xla") if (tokens, batch) == POINTS[0] else ("asm", "xla")
+    """Return the kernels in assembly, where they show most in array operations too (one of the two is `decode_step`'s default), and XLA
+    where it takes least."""
+    return {POINTS[0]: ("asm", "jnp"), POINTS[-1]: ("asm", "xla")}.get((tokens, batch), ("asm",))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -109,9 +123,11 @@ def implementation_of(name: str) -> Implementation:
 
 @dataclasses.dataclass
 class Program:
-    """A compiled loop and the row it is timed for. failure: the reason why there is none."""
+    """A compiled loop and the row it is timed for. needed: the bytes of its weights, cache and temporaries. failure: why there is none."""
 
     row: KernelRow
+    capacity: int
+    needed: int = 0
     run: Callable[..., Any] | None = None
     failure: str = ""
 
@@ -123,19 +139,26 @@ def compiled(row: KernelRow, config: LlamaConfig, capacity: int) -> Program:
         kvq.layout(row.candidate, config, batch, capacity, "bfloat16"),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
+    needed = kvq.nbytes(arguments[0]) + kvq.nbytes(arguments[1].layers)
+    if needed > memory_limit():
+        return Program(row, capacity, needed)
     try:
-        return Program(row, jax.jit(steps_program(implementation_of(row.arithmetic), STEPS), donate_argnums=1).lower(*arguments).compile())
+        loop = jax.jit(steps_program(implementation_of(row.arithmetic), STEPS), donate_argnums=1).lower(*arguments).compile()
+        return Program(row, capacity, needed + loop.memory_analysis().temp_size_in_bytes, loop)
     except Exception as error:
-        return Program(row, failure=one_line(error))
+        return Program(row, capacity, failure=one_line(error))
 
 
-def timed(program: Program, llama: Llama, capacity: int, samples: int) -> tuple[KernelRow, np.ndarray | None]:
-    """Time a program and return (the row, the logits of the first run)."""
+def timed(program: Program, llama: Llama, samples: int, tracing: bool) -> tuple[KernelRow, np.ndarray | None, Trace | None]:
+    """Time a program and return (the row, the logits of the first run, its trace if asked for)."""
     row, run = program.row, program.run
+    if program.needed > memory_limit():
+        said = f"left out: needs {program.needed / 2**30:.1f} GiB of {memory_limit() / 2**30:.1f}"
+        return dataclasses.replace(row, remark=said), None, None
     if run is None:
-        return dataclasses.replace(row, failure=program.failure), None
+        return dataclasses.replace(row, failure=program.failure), None, None
     try:
-        cache = random_cache(row.candidate, llama.config, row.shape.batch, row.shape.tokens, capacity)
+        cache = random_cache(row.candidate, llama.config, row.shape.batch, row.shape.tokens, program.capacity)
         read = kvq.nbytes(llama) - kvq.nbytes(llama.embed) + kvq.nbytes(cache.layers)
         row = dataclasses.replace(row, moved_bytes=read, copies=1, cold=True)
         token = jnp.arange(row.shape.batch, dtype=jnp.int32)
@@ -153,9 +176,14 @@ def timed(program: Program, llama: Llama, capacity: int, samples: int) -> tuple[
             row = dataclasses.replace(row, samples_ms=(round(1e3 * seconds / STEPS, 6),), remark="the first run alone")
         else:
             row = dataclasses.replace(row, samples_ms=sampled_ms(step, STEPS, samples))
-        return row, np.asarray(logits)
+        trace = Trace(place_of(row), STEPS, traced(step)) if tracing else None
+        return row, np.asarray(logits), trace
     except Exception as error:
-        return dataclasses.replace(row, failure=one_line(error)), None
+        return dataclasses.replace(row, failure=one_line(error)), None, None
+
+
+def place_of(row: KernelRow) -> str:
+    return f"{row.name}, batch {row.shape.batch}, {row.shape.tokens} tokens"
 
 
 def run(
@@ -170,87 +198,119 @@ def run(
     seconds: float = float("inf"),
     threads: int = 1,
 ) -> None:
-    """Add a row for each cache and implementation at each point, saved one by one. names: None for the usual ones."""
+    """Add a row for each cache and implementation at each point, saved one by one, until the time is used up. names: None for the usual
+    ones."""
     start, config = time.monotonic(), llama.config
-    for tokens, batch in points:
-        if time.monotonic() - start > seconds:
-            report.skipped.append(f"batch {batch}, {tokens} tokens")
-            continue
-        group = config.num_attention_heads // config.num_key_value_heads
-        shape = Shape(batch, tokens, config.head_dim, config.num_key_value_heads, group)
-        capacity = -(-(tokens + STEPS * (timing.samples + WARM_UPS)) // SPAN) * SPAN  # kernels read whole spans
-        chosen = usual_implementations(tokens, batch) if names is None else names
-        wanted = [KernelRow("step", llama_8b.NAME, shape, spec, name, spec == "dense") for spec in caches for name in chosen]
-        wanted.sort(key=lambda row: row.arithmetic == "xla")  # the slow ones last
-        progress(f"batch {batch}, {tokens} tokens: compiling {len(wanted)} programs")
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            programs = list(pool.map(functools.partial(compiled, config=config, capacity=capacity), wanted))
-        progress(f"    {time.monotonic() - start:.0f} s in all")
-        time_all(programs, llama, capacity, timing.samples, report, path)
+    group = config.num_attention_heads // config.num_key_value_heads
+    wanted = [
+        KernelRow(
+            "step",
+            llama_8b.NAME,
+            Shape(batch, tokens, config.head_dim, config.num_key_value_heads, group),
+            spec,
+            name,
+            spec == "dense",
+        )
+        for tokens, batch in points
+        for spec in caches
+        for name in (usual_implementations(tokens, batch) if names is None else names)
+    ]
+    wanted.sort(key=lambda row: row.arithmetic == "xla")  # the slow ones last
+    progress(f"{len(wanted)} programs of {config.num_hidden_layers} layers, {threads} compiled at a time")
+
+    def compile(row: KernelRow) -> Program:
+        longest = row.shape.tokens + STEPS * (timing.samples + WARM_UPS)
+        return compiled(row, config, -(-longest // SPAN) * SPAN)  # kernels read whole spans
+
+    logits: dict[tuple[Shape, str, str], np.ndarray] = {}
+    left = {row.case: row for row in wanted}
+    for row, program in as_compiled(compile, wanted, threads, start + seconds):
+        del left[row.case]
+        tracing = not report.traces and row.candidate == TRACED and row.arithmetic != "xla"
+        report.running[:] = [row]
+        report.write(path)
+        row, own, trace = timed(program, llama, timing.samples, tracing)
+        report.running.clear()
+        report.rows.append(row)
+        report.traces.extend([trace] if trace else [])
+        if own is not None:
+            logits[row.shape, row.candidate, row.arithmetic] = own
+            report.rows[:] = [with_error(other, logits) for other in report.rows]
+        report.write(path)
+        progress(f"{time.monotonic() - start:5.0f} s  {row.shape.tokens} x {row.shape.batch}: {summary(report, report.rows[-1])}")
+        if is_fatal(row.failure):
+            raise SystemExit(f"the GPU failed: {row.failure}")
+    report.skipped += [place_of(row) for row in left.values()]
     report.write(path)
 
 
-def time_all(programs: list[Program], llama: Llama, capacity: int, samples: int, report: GpuReport, path: str | os.PathLike[str]) -> None:
-    """Add a row for each program, saved at once. Errors are against XLA's logits, and are filled in when those are known."""
-    logits: dict[tuple[str, str], np.ndarray] = {}
-    first = len(report.rows)
-    while programs:
-        row, own_logits = timed(programs.pop(0), llama, capacity, samples)
-        report.rows.append(row)
-        if own_logits is not None:
-            logits[row.candidate, row.arithmetic] = own_logits
-        if row.arithmetic == "xla" and own_logits is not None:
-            report.rows[first:] = [with_error(other, logits) for other in report.rows[first:]]
-        report.write(path)
-        progress(f"    {summary(report, row)}")
-        if is_fatal(row.failure):
-            raise SystemExit(f"the GPU failed: {row.failure}")
-    errors = [f"{row.name} {row.error:.1e}" for row in report.rows[first:] if row.error is not None]
-    progress(f"    errors: {', '.join(errors)}")
-
-
-def with_error(row: KernelRow, logits: dict[tuple[str, str], np.ndarray]) -> KernelRow:
-    """Return the row, with the error of its logits against XLA's where it has any."""
-    own, expected = (logits.get((row.candidate, name)) for name in (row.arithmetic, "xla"))
-    if row.arithmetic == "xla" or own is None or expected is None:
+def with_error(row: KernelRow, logits: dict[tuple[Shape, str, str], np.ndarray]) -> KernelRow:
+    """Return the row, with the error of its logits against XLA's where both are known."""
+    own, expected = (logits.get((row.shape, row.candidate, name)) for name in (row.arithmetic, "xla"))
+    if row.section != "step" or row.arithmetic == "xla" or row.error is not None or own is None or expected is None:
         return row
     return dataclasses.replace(row, error=relative_error(own, expected))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.decode_step",
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python -m benchmarks.gpu.decode_step --json benchmarks/results/step_h200.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every cache")
-    parser.add_argument("--layers", type=int, default=32, metavar="L", help="layers of the model")
-    parser.add_argument("--tokens", type=int, nargs="+", default=sorted({n for n, _ in POINTS}), metavar="N", help="cached tokens")
-    parser.add_argument("--batch", type=int, nargs="+", default=sorted({b for _, b in POINTS}), metavar="B", help="sequences")
+    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every program")
+    parser.add_argument("--layers", type=int, default=8, metavar="L", help="layers of the model; the whole one has 32")
+    parser.add_argument("--points", nargs="+", default=[f"{n}:{b}" for n, b in POINTS], metavar="TOKENS:BATCH", help="shapes, in order")
     parser.add_argument("--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to measure")
     parser.add_argument(
         "--implementation",
         nargs="+",
         choices=IMPLEMENTATIONS,
         default=[],
-        help="kernels in jnp or asm, XLA, or decode_step's own choice; asm and xla if not given, and at 32768 tokens x 16 jnp",
+        help="kernels in jnp or asm, XLA, or decode_step's own choice; if not given asm, with jnp at 32768:16 and xla at 4096:1",
     )
-    parser.add_argument("--seconds", type=float, default=130, metavar="S", help="begin no further shape after so long")
-    parser.add_argument("--threads", type=int, default=min(12, os.cpu_count() or 1), metavar="N", help="programs compiled at a time")
+    parser.add_argument("--seconds", type=float, default=130, metavar="S", help="time nothing more after so long")
+    parser.add_argument("--threads", type=int, default=THREADS, metavar="N", help="programs compiled at a time")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, interpreted kernels, on any device; not a measurement")
+    return parser
+
+
+def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this form."""
+    points = []
+    for text in texts:
+        numbers = text.split(":")
+        if len(numbers) != 2 or not all(number.isdigit() and int(number) for number in numbers):
+            raise ValueError(f"{text!r} is no shape: write TOKENS:BATCH")
+        points.append((int(numbers[0]), int(numbers[1])))
+    return points
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argument_parser()
     args = parser.parse_args(argv)
-    if jax.default_backend() != "gpu":
-        parser.exit(2, f"a model of this size needs a GPU, this process runs on {jax.default_backend()}\n")
+    try:
+        points = points_of(args.points)
+        if jax.default_backend() != "gpu" and not args.tiny:
+            raise ValueError(f"a model of this size needs a GPU, this process runs on {jax.default_backend()}; --tiny runs a small one")
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    config, timing, names = llama_8b.llama_config(args.layers), Timing(samples=5), args.implementation or None
+    if args.tiny:
+        config, timing, names = TINY, SHORT, args.implementation or ("interpreted", "xla")
+        points = list(dict.fromkeys((256, min(2, batch)) for _, batch in points))
     report = GpuReport.here(
-        f"Decode steps of a model like {llama_8b.NAME}, {args.layers} layers",
+        f"Decode steps of a model like {llama_8b.NAME}, {config.num_hidden_layers} layers",
         ("benchmarks.gpu.decode_step", *arguments(argv)),
     )
-    timing = Timing(samples=5)
     measure_bandwidth(report, timing)
-    points = [(tokens, batch) for batch in sorted(args.batch, reverse=True) for tokens in sorted(args.tokens, reverse=True)]
-    llama = random_llama(llama_8b.llama_config(args.layers))
-    run(points, args.cache, args.implementation or None, llama, report, args.json, timing, seconds=args.seconds, threads=args.threads)
+    run(points, args.cache, names, random_llama(config), report, args.json, timing, seconds=args.seconds, threads=args.threads)
+    if report.skipped:
+        progress(f"left out for lack of time: {'; '.join(report.skipped)}")
+    return said_wrong(report)
 
 
 if __name__ == "__main__":
-    main()
+    leave(main())

@@ -57,6 +57,12 @@ class Timing:
 SHORT = Timing(samples=3, seconds=0.002, most_calls=20, most_copies=2, copy_bytes=1 << 28)  # to see that it works
 
 
+@functools.cache
+def memory_limit() -> float:
+    """Return the bytes that this process may use of its device's memory; of a device that does not say, no limit."""
+    return float((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")))
+
+
 def timing_loop(call: Callable[[Any, Any], Any], feed: Callable[[Any, Any], Any], steps: int) -> Callable[[Any, Sequence[Any]], Any]:
     """Return the loop to compile, a function of x and the copies: steps * copies calls, then one more. It returns the last x and result."""
 

@@ -6,11 +6,12 @@ import itertools
 import pathlib
 
 from benchmarks.gpu import paper_tables
-from benchmarks.gpu.report import GpuReport, KernelRow
+from benchmarks.gpu.report import GpuReport, KernelRow, Trace
 from benchmarks.markdown import head, table
 from pallas_kernels.launch import DEFAULT_ARITHMETIC
 
 KERNEL_HEADER = ("candidate", "median us", "best us", "no tokens us", "MB", "GB/s", "of copy", "time / best bf16", "error", "remarks")
+TRACE_HEADER = ("kernel", "runs in a step", "us of one", "us of a step", "share")
 STEP_HEADER = ("cache", "median ms", "best ms", "tokens/s", "GB", "of copy", "time / best bf16", "error", "remarks")
 
 
@@ -46,7 +47,39 @@ def step_page(report: GpuReport, file: pathlib.Path) -> str:
     ]
     for place, rows in _by_shape(report, "step"):
         parts += [f"## {place}", table(STEP_HEADER, (_step_line(report, row) for row in rows))]
+    for trace in report.traces:
+        parts += [f"## Microseconds by kernel: {trace.what}", _TRACED, table(TRACE_HEADER, _trace_lines(trace))]
     return "\n\n".join([*parts, *_skipped(report)])
+
+
+def parity_page(report: GpuReport, file: pathlib.Path) -> str:
+    """Render errors: of kernels at small shapes, or of many small steps."""
+    said = (
+        "Largest relative errors against the reference on the same codes, or of the logits of many steps against XLA's. "
+        "A row with more than rounding explains says so."
+    )
+    lines = ((row.section, row.model, row.name, "" if row.error is None else f"{row.error:.1e}", row.wrong) for row in report.rows)
+    rows = [line for line, row in zip(lines, report.rows, strict=True) if row.section != "bandwidth"]
+    return "\n\n".join([*_head(report, file), said, table(("section", "model", "candidate", "error", "wrong"), rows), *_skipped(report)])
+
+
+_TRACED = "As JAX's profiler saw them, summed over the layers of a step; a kernel's number in XLA's names is left out."
+
+
+def _trace_lines(trace: Trace) -> list[tuple[str, ...]]:
+    total = sum(kernel.us for kernel in trace.kernels)
+    lines = [
+        (
+            kernel.name,
+            f"{kernel.runs / trace.calls:g}",
+            f"{kernel.us / kernel.runs:.2f}",
+            f"{kernel.us / trace.calls:.1f}",
+            f"{kernel.us / total:.1%}",
+        )
+        for kernel in trace.kernels
+    ]
+    runs = sum(kernel.runs for kernel in trace.kernels)
+    return [*lines, ("all", f"{runs / trace.calls:g}", "", f"{total / trace.calls:.1f}", "100%")]
 
 
 def _head(report: GpuReport, file: pathlib.Path) -> list[str]:

@@ -9,19 +9,27 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu.timing import Shape
+from benchmarks.gpu.trace import KernelTime
 from benchmarks.report_file import DERIVED, Report, header, now
+
+INEXACT_MERGE = "jax.nn rounds the sums' logarithms to bf16: merged inexactly"
+MOST_ERROR = 5e-3  # of packed rows: fp16 queries, weights and rows err by 2e-3 at most where they were interpreted (docs/kernels.md)
+MOST_ERROR_BF16 = 2e-2  # of bfloat16 rows, whose weights are rounded to bfloat16
+MOST_ERROR_INEXACT = 6e-2  # of sums whose logarithms are bfloat16
+MOST_ERROR_OF_LOGITS = 4e-2  # of a model in bfloat16, whose roundings differ from layer to layer
+MOST_ERROR_OF_CODES = 1e-2  # of quantized rows: single codes may differ at ties
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelRow:
     """One candidate at one shape; times are of one call (device_timing.py), or of one decode step.
 
-    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values, polarquant keys, bandwidth or step. model:
-    whose shape it is. arithmetic: of our kernels, "" for other code. bf16: keys and values are not quantized. moved_bytes: that a call must
-    move at least. cold: the copies that calls take in turn exceed the L2 twofold. idle_ms: median of the same program over no live token:
-    launches and the merge; None where a program has no such input. error: largest relative error of an output row against the reference on
-    the same codes; None where it was not measured. remark: what a reader must know of the time or the error. failure: one line, where there
-    is no time or no error that should be there.
+    section: attention, scores (q . K^T), values (p . V), quantize, kvquant keys, kvquant values, polarquant keys, bandwidth, step or parity
+    (of many small steps). model: whose shape it is. arithmetic: of our kernels, "" for other code. bf16: keys and values are not
+    quantized. moved_bytes: that a call must move at least. cold: the copies that calls take in turn exceed the L2 twofold. idle_ms: median
+    of the same program over no live token: launches and the merge; None where a program has no such input. error: largest relative error
+    of an output row against the reference on the same codes; None where it was not measured. remark: what a reader must know of the time
+    or the error. failure: one line, where there is no time or no error that should be there.
     """
 
     section: str
@@ -46,6 +54,23 @@ class KernelRow:
         return self.idle_ms is not None and bool(self.samples_ms) and self.idle_ms > 0.5 * self.median_ms
 
     @property
+    def most_error(self) -> float:
+        """Return the largest error that rounding explains."""
+        if self.section in ("step", "parity"):
+            return MOST_ERROR_OF_LOGITS
+        if self.section == "quantize":
+            return MOST_ERROR_OF_CODES
+        return MOST_ERROR_INEXACT if self.remark == INEXACT_MERGE else MOST_ERROR_BF16 if self.bf16 else MOST_ERROR
+
+    @property
+    def wrong(self) -> str:
+        """Say in one line what is wrong with a row: an error that rounding does not explain, or a kernel of ours that failed. "" if
+        nothing is; what is left out has no error."""
+        if self.error is not None and not self.error <= self.most_error:
+            return f"error {self.error:.1e}, at most {self.most_error:.0e} is rounding"
+        return self.failure if self.arithmetic or self.section == "parity" else ""
+
+    @property
     def median_ms(self) -> float:
         return float(np.median(self.samples_ms)) if self.samples_ms else float("nan")
 
@@ -66,14 +91,29 @@ class KernelRow:
     def key(self) -> tuple[str, str, Shape, str]:
         return *self.place, self.candidate
 
+    @property
+    def case(self) -> tuple[str, str, Shape, str, str]:
+        """Return what no two rows share: the key, and the arithmetic."""
+        return *self.key, self.arithmetic
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The kernels that ran in so many calls of a program, as the profiler saw them. what: the program."""
+
+    what: str
+    calls: int
+    kernels: tuple[KernelTime, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuReport(Report):
-    """Rows so far. skipped: cases for which no time was left. running: empty rows of what is being compiled or timed now, so that a file
-    which a crash left behind names its cause. The lists grow while it is measured."""
+    """Rows so far. skipped: cases for which no time was left. traces: of a few programs. running: empty rows of what is being compiled or
+    timed now, so that a file which a crash left behind names its cause. The lists grow while it is measured."""
 
     rows: list[KernelRow] = dataclasses.field(default_factory=list)
     skipped: list[str] = dataclasses.field(default_factory=list)
+    traces: list[Trace] = dataclasses.field(default_factory=list)
     running: list[KernelRow] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -87,6 +127,14 @@ class GpuReport(Report):
             if getattr(self, name) != getattr(earlier, name):
                 raise ValueError(f"cannot resume: {name} was {getattr(earlier, name)!r} and is {getattr(self, name)!r}")
         return earlier
+
+    def wrong(self) -> list[str]:
+        """Name each row with something wrong, and say what."""
+        return [
+            f"{row.section}, {row.model}, {row.shape.tokens} tokens x {row.shape.batch}, {row.name}: {row.wrong}"
+            for row in self.rows
+            if row.wrong
+        ]
 
     def median_rate(self, name: str) -> float | None:
         """Return the bytes a second of the measured "copy" or "read"."""

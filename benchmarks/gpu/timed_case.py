@@ -1,9 +1,9 @@
-"""Compile and time the candidates of one case: compiled side by side, then timed one after the other with the GPU to themselves."""
+"""Compile and time candidates: compiled side by side, and each timed as soon as it is ready, one after the other."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +13,15 @@ import numpy as np
 
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.gpu.attention_candidates import Planned, Task
-from benchmarks.gpu.device_timing import Timing, sampled_ms, timing_loop
+from benchmarks.gpu.compiling import as_compiled
+from benchmarks.gpu.device_timing import Timing, memory_limit, sampled_ms, timing_loop
 from benchmarks.gpu.report import GpuReport, KernelRow, is_fatal, one_line
 
-MEMORY_LIMIT = 100 << 30  # bytes of a candidate's copies and temporaries
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
+
+
+class TooLargeError(ValueError):
+    """A candidate's arrays do not fit the device. The message says how much is needed."""
 
 
 class FatalError(Exception):
@@ -51,8 +55,8 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
     task = make()
     copies = timing.copies(task.copy_bytes)
     needed = copies * task.copy_bytes + task.temp_bytes
-    if needed > MEMORY_LIMIT:
-        raise ValueError(f"needs {needed / 2**30:.0f} GiB of at most {MEMORY_LIMIT / 2**30:.0f}")
+    if needed > memory_limit():
+        raise TooLargeError(f"needs {needed / 2**30:.1f} GiB of {memory_limit() / 2**30:.1f}")
     x, copy = jax.eval_shape(task.start), jax.eval_shape(task.copy, SEED)
     steps = timing.steps(task.moved_bytes, copies)
     variants, check = [], None
@@ -67,39 +71,82 @@ def compile_task(make: Callable[[], Task], timing: Timing) -> Compiled:
     return Compiled(task, copies, jax.jit(task.start).lower().compile(), jax.jit(task.copy).lower(SEED).compile(), tuple(variants))
 
 
-def run_case(
-    model: str, shape: Shape, tasks: Sequence[Planned], report: GpuReport, save: Callable[[], None], timing: Timing, threads: int
-) -> None:
-    """Add rows for each candidate to the report, and save it. Raise FatalError where only a new process can go on."""
-    blanks = [KernelRow(task.section, model, shape, task.candidate) for task in tasks]
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A candidate to compile and time, and the empty row that it fills."""
+
+    blank: KernelRow
+    make: Callable[[], Task]
+
+
+def entries_of(model: str, shape: Shape, tasks: Sequence[Planned]) -> list[Entry]:
+    """Return an entry for each arithmetic of each task, so that neither waits for the compilation of the other."""
+    entries = []
+    for planned in tasks:
+        blank = KernelRow(planned.section, model, shape, planned.candidate)
+        try:
+            task = planned.make()
+        except Exception:  # it is made again where it becomes a row that says why there is none
+            entries.append(Entry(blank, planned.make))
+            continue
+        for arithmetic, call in task.calls:
+            one = dataclasses.replace(task, calls=((arithmetic, call),))
+            entries.append(Entry(dataclasses.replace(blank, arithmetic=arithmetic), functools.partial(_same, one)))
+    return entries
+
+
+def _same(task: Task) -> Task:
+    return task
+
+
+def run_entries(
+    entries: Sequence[Entry],
+    report: GpuReport,
+    save: Callable[[], None],
+    timing: Timing,
+    threads: int,
+    until: float = float("inf"),
+    told: Callable[[Sequence[KernelRow]], None] = lambda rows: None,
+) -> list[KernelRow]:
+    """Add rows for each candidate to the report, save it and tell of them. Return the empty rows of those that were not compiled by
+    `until`, on the clock of time.monotonic. Raise FatalError where only a new process can go on."""
+    waiting = {entry.blank.case: entry.blank for entry in entries}
+    compiling: dict[object, KernelRow] = {}
 
     def running(*rows: KernelRow) -> None:
         report.running[:] = rows
         save()
 
-    compiled: list[Compiled | str] = []
-    if threads > 1:
-        running(*blanks)
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            compiled = list(pool.map(lambda task: _compiled_or_failure(task, timing), tasks))
-    for i, (task, blank) in enumerate(zip(tasks, blanks, strict=True)):
-        running(blank)
-        item = compiled[i] if compiled else _compiled_or_failure(task, timing)
-        if compiled:
-            compiled[i] = ""  # its programs go when it is done
-        rows = [dataclasses.replace(blank, failure=item)] if isinstance(item, str) else timed_rows(item, blank, timing)
+    def compiled(entry: Entry) -> Compiled | Callable[[KernelRow], KernelRow]:
+        compiling[entry.blank.case] = entry.blank
+        if threads == 1:
+            running(entry.blank)
+        return _compiled_or_failure(entry, timing)
+
+    for entry, item in as_compiled(compiled, entries, threads, until):
+        del waiting[entry.blank.case], compiling[entry.blank.case]
+        running(entry.blank)  # the likely cause if the process ends now
+        rows = [item(entry.blank)] if callable(item) else timed_rows(item, entry.blank, timing)
         report.rows.extend(rows)
+        told(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:
             running()
             raise FatalError(fatal[0])
+        running(*list(compiling.values()))
     running()
+    return list(waiting.values())
 
 
-def _compiled_or_failure(task: Planned, timing: Timing) -> Compiled | str:
+def _compiled_or_failure(entry: Entry, timing: Timing) -> Compiled | Callable[[KernelRow], KernelRow]:
+    """Return the task ready to run, or what makes of an empty row one that says why there is none."""
     try:
-        return compile_task(task.make, timing)
+        return compile_task(entry.make, timing)
+    except TooLargeError as error:
+        said = f"left out: {error}"
+        return lambda row: dataclasses.replace(row, remark=said)
     except Exception as error:
-        return one_line(error)
+        reason = one_line(error)
+        return lambda row: dataclasses.replace(row, failure=reason)
 
 
 def timed_rows(item: Compiled, blank: KernelRow, timing: Timing) -> list[KernelRow]:

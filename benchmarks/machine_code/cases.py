@@ -38,8 +38,8 @@ class Case:
     build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct. kernel: a regular expression for the whole name
     of the kernel in it. elements_per_iteration: cached elements that a block reads in one iteration of the main loop, K and V together.
     stored_bits: of one cached element, with scales and zero points. cap_instructions, cap_alu: per cached element. min_share: of the memory
-    limit, as predicted. cap_spill_bytes: of a thread, in the whole kernel; a few, outside of the loop, cost nothing. mma_columns: query
-    heads, padded, that each cached element is multiplied with; None where a warp repeats work.
+    limit, if every issue slot were filled. cap_spill_bytes: of a thread, in the whole kernel; a few, outside of the loop, cost nothing.
+    mma_columns: query heads, padded, that each cached element is multiplied with; None where a warp repeats work.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Case:
         checks = (
             (f"{instructions:.2f} instructions per element, at most {self.cap_instructions}", instructions > self.cap_instructions),
             (f"{alu:.2f} integer operations and conversions per element, at most {self.cap_alu}", alu > self.cap_alu),
-            (f"{report.share:.0%} of the memory limit, at least {self.min_share:.0%}", report.share < self.min_share),
+            (f"{report.bound:.0%} of the memory limit, at least {self.min_share:.0%}", report.bound < self.min_share),
             (f"{report.plain_loads} loads in the loop that are not asynchronous", report.plain_loads and not self.plain_loads_allowed),
             (f"{report.loop_spills} spills in the loop", report.loop_spills and not self.loop_spills_allowed),
             (f"{report.spill_bytes} bytes spilled, at most {self.cap_spill_bytes}", report.spill_bytes > self.cap_spill_bytes),

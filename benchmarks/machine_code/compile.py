@@ -47,11 +47,12 @@ class Kernel:
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled jitted function. compiled: has `memory_analysis()` and, as `as_text()`, the optimized HLO; cannot be run. thunks: XLA's
-    list of what the program launches, one line for each."""
+    list of what the program launches, one line for each. captured: the same with command buffers, which launch what is inside of them."""
 
     compiled: jax.stages.Compiled
     kernels: dict[str, Kernel]
     thunks: str
+    captured: str
 
     def kernel(self, pattern: str) -> Kernel:
         """Return the one kernel whose whole name matches the regular expression. Raise ValueError where there is none or more than one."""
@@ -85,10 +86,10 @@ def compile_for(target: Target, function: Callable[..., Any], arguments: tuple[A
         lowered = jitted.lower(*arguments)
     with tempfile.TemporaryDirectory(prefix="machine_code") as folder:
         compiled = lowered.compile({"xla_dump_to": folder, **_OPTIONS})
-        kernels, thunks = _read_dump(pathlib.Path(folder))
+        kernels, thunks, captured = _read_dump(pathlib.Path(folder))
     if not kernels:
         raise RuntimeError("XLA wrote no PTX of a kernel that is launched: is a compilation cache switched on (jax_compilation_cache_dir)?")
-    return Program(compiled, kernels, thunks)
+    return Program(compiled, kernels, thunks, captured)
 
 
 def _devices(target: Target, number: int) -> list[Any]:
@@ -107,8 +108,8 @@ def _topology(target: Target, number: int) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(target.name, "cuda", target_config=target.config, topology=f"1x1x{number}")
 
 
-def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str]:
-    """Return the kernels that are launched and the list of launches, from what XLA left in a folder."""
+def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str, str]:
+    """Return the kernels that are launched, the list of launches, and that with command buffers, from what XLA left in a folder."""
     lists = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*thunk_sequence*.txt")}
     launches = {name: int(size) for text in lists.values() for name, size in _LAUNCH.findall(text)}
     kernels = {}
@@ -121,4 +122,8 @@ def _read_dump(folder: pathlib.Path) -> tuple[dict[str, Kernel], str]:
             if threads is None:
                 raise RuntimeError(f"the PTX of {name} does not say how many threads a block has")
             kernels[name] = Kernel(name, ptx, math.prod(int(n) for n in threads.groups() if n), launches[name])
-    return kernels, next((text for name, text in sorted(lists.items()) if name.endswith("thunk_sequence.txt")), "")
+
+    def ending(text: str) -> str:
+        return next((content for name, content in sorted(lists.items()) if name.endswith(text)), "")
+
+    return kernels, ending("thunk_sequence.txt"), ending("thunk_sequence_after_thunk_passes.txt")

@@ -4,7 +4,8 @@
     python -m benchmarks.machine_code.launches --case 'kivi' --batch 16        a few of the cases, on the terminal
 
 A layer is what lies between two of its neighbours' attention kernels. Loops count as often as their bodies run, a branch as its longer
-side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Needs the extra `aot`.
+side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that the file has
+of the same commit are kept, so a run that was cut short goes on, and one of some cases adds to another's. Needs the extra `aot`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.target import H200, TARGETS, Target
 from benchmarks.machine_code.tools import missing
 from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, header
+from benchmarks.report_file import Header, Report, arguments, header
 from kvq_jax.layer.plan import LayerPlan
 from kvq_models import decode_step
 from kvq_models.llama.model import abstract_llama
 from pallas_kernels.launch import Launch
 
 SPECS = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "kvquant:bits=4", "k=polarquant+v=innerq:bits=4")
-BATCHES, TOKENS, LAYERS = (1, 16, 64), 32768, 3  # a period needs the layer before it and the one after it
+POINTS = ((32768, 1), (32768, 16), (32768, 64), (4096, 16))  # tokens, batch
+LAYERS = 3  # a period needs the layer before it and the one after it
 NODE_US = 2.0  # of a launch inside of a graph
 KERNEL = "decode_attention"  # the attention kernel's name begins so
 _LINE = re.compile(r"(?P<indent> *)(?P<number>\d+): (?P<kind>k\w+) *\[[^\]]*\] *(?P<name>\S*)")
@@ -96,10 +98,19 @@ def of_a_layer(top: list[Thunk]) -> list[Thunk]:
     return top[places[-2] + 1 : places[-1] + 1]
 
 
+def captured(text: str) -> tuple[int, int]:
+    """Return (command buffers, launches in none) of the list in which XLA has put launches into command buffers. Raise ValueError where it
+    is empty."""
+    kinds = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
+    if not kinds:
+        raise ValueError("XLA wrote no list of thunks with command buffers")
+    return kinds.count("kCommandBuffer"), sum(kind in LAUNCHES for kind in kinds)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """The launches of a layer. launches: their number by name; loops, branches: thunks that no command buffer captures; limit_us: the bytes
-    of the layer's cache at the target's copy bandwidth."""
+    of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step; outside: its launches in none."""
 
     spec: str
     target: str
@@ -110,6 +121,22 @@ class Row:
     loops: int
     branches: int
     limit_us: float
+    graphs: int = 0
+    outside: int = 0
+
+    @property
+    def case(self) -> tuple[str, int, int, str]:
+        return self.spec, self.tokens, self.batch, self.target
+
+    @property
+    def beside(self) -> int:
+        """Return the launches beside those that multiply matrices."""
+        return self.total - self.matrices
+
+    @property
+    def over_limit(self) -> float:
+        """Return the estimated time of what is not a projection, over that of the cache's bytes."""
+        return (self.beside * NODE_US + self.limit_us) / self.limit_us
 
     @property
     def total(self) -> int:
@@ -126,7 +153,7 @@ class LaunchReport(Report):
     rows: tuple[Row, ...]
 
 
-def measure(spec: str, batch: int, target: Target = H200, tokens: int = TOKENS) -> Row:
+def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -> Row:
     """Compile a step of LAYERS layers of Llama 3.1 8B and count what its last but one layer launches."""
     config = llama_config(LAYERS)
     cache = kvq.layout(spec, config, batch, tokens, "bfloat16")
@@ -136,6 +163,7 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = TOKENS) 
     program = compile_for(target, step, (llama, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)))
     layer = of_a_layer(thunks(program.thunks))
     counts = Counter(name for thunk in layer for name in thunk.launches(batch))
+    graphs, outside = captured(program.captured)
     bytes_read = kvq.nbytes(cache.layers[0])
     return Row(
         spec=spec,
@@ -147,6 +175,8 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = TOKENS) 
         loops=sum(thunk.kind == "kWhile" for thunk in layer),
         branches=sum(thunk.kind == "kConditional" for thunk in layer),
         limit_us=bytes_read / target.copy_bandwidth * 1e6,
+        graphs=graphs,
+        outside=outside,
     )
 
 
@@ -157,30 +187,39 @@ def calibrated(plan: LayerPlan) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
 
 HEADER = (
     "cache",
-    "target",
     "JAX",
-    "batch",
+    "tokens x batch",
     "launches",
-    "of them products",
+    "products",
+    "beside",
     "loops",
     "branches",
-    "us of launches",
+    "graphs of the step",
+    "launches in none",
+    "us of launches beside",
     "us of the cache's bytes",
+    "both over the bytes",
 )
 
 
 def line(row: Row) -> tuple[str, ...]:
-    counts = (f"{n}" for n in (row.batch, row.total, row.matrices, row.loops, row.branches))
-    return f"`{row.spec}`", row.target, row.jax, *counts, f"{row.total * NODE_US:.0f}", f"{row.limit_us:.1f}"
+    counts = (f"{n}" for n in (row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside))
+    times = f"{row.beside * NODE_US:.0f}", f"{row.limit_us:.1f}", f"{row.over_limit:.2f}"
+    return f"`{row.spec}`", row.jax, f"{row.tokens // 1024}K x {row.batch}", *counts, *times
 
 
 def page(report: LaunchReport, file: pathlib.Path) -> str:
     """Render the table, and what the launches are."""
+    targets = ", ".join(sorted({row.target for row in report.rows}))
     said = (
-        f"A layer of a decode step of {NAME} in bfloat16, caches of {TOKENS:,} tokens, compiled without a GPU. Times are estimates: "
-        f"{NODE_US:g} us for a launch, and the cache's bytes at the bandwidth of a copy; nothing was run."
+        f"A layer of a decode step of {NAME} in bfloat16, compiled for {targets} without a GPU. Times are estimates: {NODE_US:g} us for a "
+        "launch, and the cache's bytes at the bandwidth of a copy; nothing was run. Products are the projections of the layer, and scores "
+        "and values of windows that XLA reads; their weights' bytes are not in the table. A loop or a branch is what no command buffer "
+        "captures."
     )
-    names = [f"`{row.spec}`, batch {row.batch}, JAX {row.jax}: " + ", ".join(_counted(row.launches)) for row in report.rows]
+    names = [
+        f"`{row.spec}`, {row.tokens // 1024}K x {row.batch}, JAX {row.jax}: " + ", ".join(_counted(row.launches)) for row in report.rows
+    ]
     return "\n\n".join([*head(report, file, said), table(HEADER, map(line, report.rows)), "## What they are", *names])
 
 
@@ -188,29 +227,51 @@ def _counted(launches: dict[str, int]) -> Iterator[str]:
     return (f"{count} {name}" if count > 1 else name for name, count in launches.items())
 
 
+def points_of(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return (tokens, batch) of each TOKENS:BATCH. Raise ValueError for what is not of this form."""
+    if wrong := next((text for text in texts if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text)), None):
+        raise ValueError(f"{wrong!r} is no shape: write TOKENS:BATCH")
+    return [(int(tokens), int(batch)) for tokens, batch in (text.split(":") for text in texts)]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code.launches", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE", help="write the counts here")
+    parser.add_argument("--json", metavar="FILE", help="write the counts here, after every one")
     parser.add_argument("--case", metavar="REGEX", default="", help="only caches whose spec has a match of this")
-    parser.add_argument("--batch", nargs="+", type=int, default=BATCHES, help="rows of the caches")
+    usual = [f"{tokens}:{batch}" for tokens, batch in POINTS]
+    parser.add_argument("--points", nargs="+", default=usual, metavar="TOKENS:BATCH", help=f"default: {' '.join(usual)}")
     parser.add_argument("--target", choices=TARGETS, default=H200.name, help="the GPU")
     options = parser.parse_args(argv)
+    try:
+        points = points_of(options.points)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     specs = [spec for spec in SPECS if re.search(options.case, spec)]
     if not specs:
         parser.exit(2, f"no cache matches {options.case!r}: {', '.join(SPECS)}\n")
     if lacking := missing():
         parser.exit(2, f"{lacking}\n")
-    rows = []
-    for spec in specs:
-        for batch in options.batch:
-            start = time.perf_counter()
-            rows.append(measure(spec, batch, TARGETS[options.target]))
-            print(f"{spec}, batch {batch}: {rows[-1].total} launches, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if options.json:
-        LaunchReport(title="Launches of a layer", **header(("benchmarks.machine_code.launches", *arguments(argv))), rows=tuple(rows)).write(
-            options.json
-        )
-    print(table(HEADER, map(line, rows)))
+    described = header(("benchmarks.machine_code.launches", *arguments(argv)))
+    rows = {row.case: row for row in earlier_rows(options.json, described)}
+    asked = [(spec, tokens, batch, options.target) for spec in specs for tokens, batch in points]
+    for case in asked:
+        start, (spec, tokens, batch, target) = time.perf_counter(), case
+        if case not in rows:
+            rows[case] = measure(spec, batch, TARGETS[target], tokens)
+        print(f"{spec}, {tokens} x {batch}: {rows[case].total} launches, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        if options.json:
+            ordered = sorted(rows.values(), key=lambda row: (SPECS.index(row.spec), row.batch, -row.tokens))
+            LaunchReport(title="Launches of a layer", **described, rows=tuple(ordered)).write(options.json)
+    print(table(HEADER, (line(rows[case]) for case in asked)))
+
+
+def earlier_rows(path: str | None, described: Header) -> tuple[Row, ...]:
+    """Return the rows of a file that holds counts of the same sources and version of JAX, from a run that was cut short."""
+    if path is None or not pathlib.Path(path).exists():
+        return ()
+    earlier = LaunchReport.read(path)
+    same = all(getattr(earlier, name) == described[name] for name in ("commit", "jax_version"))
+    return earlier.rows if same and not earlier.commit.endswith("+") else ()
 
 
 if __name__ == "__main__":

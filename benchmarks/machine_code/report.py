@@ -11,7 +11,7 @@ from typing import Any
 import kvq_jax as kvq
 from benchmarks.machine_code.compile import Kernel
 from benchmarks.machine_code.sass import Function, Loop, assemble, main_loop
-from benchmarks.machine_code.target import TARGETS, Target
+from benchmarks.machine_code.target import ISSUED, TARGETS, Target
 from benchmarks.machine_code.tools import tool_version
 from benchmarks.markdown import head, table
 from benchmarks.report_file import DERIVED, Report, header
@@ -77,9 +77,15 @@ class KernelReport:
         return TARGETS[self.target].budget(self.stored_bits)
 
     @property
+    def bound(self) -> float:
+        """Return budget / max(instructions, 2 ALU) of the loop alone: the share of the memory limit, or how often it is reached, if every
+        issue slot were filled."""
+        return self.budget / max(self.instructions_per_element, 2 * self.alu_per_element)
+
+    @property
     def share(self) -> float:
-        """Return the predicted share of the memory limit: min(1, budget / max(instructions, 2 ALU)) of the loop alone, without latency."""
-        return min(1.0, self.budget / max(self.instructions_per_element, 2 * self.alu_per_element))
+        """Return the predicted share of the memory limit: what ISSUED of the issue slots allow."""
+        return min(1.0, ISSUED * self.bound)
 
     def line(self) -> tuple[str, ...]:
         """Return the cells under HEADER."""
@@ -178,7 +184,8 @@ def page(report: Instructions, file: pathlib.Path) -> str:
     """Render the costs of the kernels' main loops, by target."""
     said = (
         f"ptxas {report.ptxas_version}. Counted in the machine code of each kernel's main loop, compiled without a GPU: what the "
-        "instructions allow, not how fast a kernel runs. Per element is per cached element, K or V. `innerq:bits=1,mode=sym` has codes "
+        "instructions allow, not how fast a kernel runs. The share of the memory limit is "
+        f"what {ISSUED:.0%} of the issue slots leave of it. Per element is per cached element, K or V. `innerq:bits=1,mode=sym` has codes "
         "of two bits for three levels: it shows the kernels at their limit, and is no 2-bit cache."
     )
     lines = sorted((row.line() for row in report.rows), key=lambda line: not line[0].startswith(LEADING))

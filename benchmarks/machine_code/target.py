@@ -8,6 +8,7 @@ WARPS_PER_SM = 64
 BLOCKS_PER_SM = 32
 REGISTERS_PER_SM = 65536
 LANES_PER_SM = 128  # four schedulers, each issues one instruction for 32 lanes in a cycle
+ISSUED = 0.7  # of the issue slots: what kernels that wait for memory, and for one another's results, are taken to fill
 SHARED_BYTES_OF_A_BLOCK = 1024  # what the system keeps in shared memory for each resident block
 
 
@@ -103,4 +104,34 @@ A100 = Target(
     bandwidth=1.5552e12,
     copy_bandwidth=1.39e12,  # not measured: the H200's share of the nominal bandwidth
 )
+# Compiled for, and not held against limits: their clocks and bandwidths are the makers' figures.
+L40S = Target(
+    name="l40s",
+    device_kind="NVIDIA L40S",
+    capability=(8, 9),
+    architecture="sm_89",
+    cores=142,
+    sustained_clock=2.52,
+    boost_clock=2.52,
+    shared_bytes_per_sm=102400,
+    l2_bytes=100663296,
+    memory_bytes=47810936832,
+    bandwidth=8.64e11,
+    copy_bandwidth=7.7e11,
+)
+B200 = Target(
+    name="b200",
+    device_kind="NVIDIA B200",
+    capability=(10, 0),
+    architecture="sm_100a",
+    cores=148,
+    sustained_clock=1.965,
+    boost_clock=1.965,
+    shared_bytes_per_sm=233472,
+    l2_bytes=132644864,
+    memory_bytes=191503138816,
+    bandwidth=8e12,
+    copy_bandwidth=7.1e12,
+)
 TARGETS = {target.name: target for target in (H200, A100)}
+ARCHITECTURES = (A100, L40S, H200, B200)  # one of each that kernels are for

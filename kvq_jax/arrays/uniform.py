@@ -16,7 +16,7 @@ is off by at most half a step, and one left outside by as far as the ends moved,
 
 So a group far from zero can cost more than its steps: around 100, half an ulp of a float16 zero point is 0.03, and a constant group
 dequantizes to its value rounded to the stored dtype (100.03 to 100.0). Where the zero point is implied, its ulp counts nothing; where it is
-written out for a symmetric group of a hybrid body, half of it is added. Entries beyond half the stored dtype's range (32752 for float16)
+written out for a symmetric group of a hybrid body, half of it is added. Entries beyond half the stored dtype's range (32720 for float16)
 saturate there first.
 """
 
@@ -60,8 +60,10 @@ def _code_dtype(top: int) -> DTypeLike:
 
 
 def saturation_limit(dtype: DTypeLike) -> float:
-    """Return the largest magnitude that is quantized without saturating: a group's range must fit the stored dtype."""
-    return float(jnp.finfo(dtype).max) / 2
+    """Return the largest magnitude that is quantized without saturating: a group's range, its scale rounded up, must fit the stored dtype,
+    in which kernels multiply a code by its scale."""
+    known = jnp.finfo(dtype)
+    return float(known.max) / 2 * (1 - float(known.eps))
 
 
 def asymmetric(

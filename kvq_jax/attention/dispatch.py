@@ -11,6 +11,7 @@ Fused kernels are imported only when one is needed: the Triton route of Pallas i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -22,7 +23,7 @@ import jax
 
 from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
-from kvq_jax.attention import native, streaming
+from kvq_jax.attention import arithmetic, native, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -51,6 +52,8 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
         body = codec.native_body()
         if isinstance(body, str):
             return f"{name}: {body}"
+        if body.rotated and plan.regions.shards > 1:
+            return f"{name}: keys before RoPE in a body that is dealt out to shards; kernels rotate runs of neighbouring tokens"
     return None
 
 
@@ -72,8 +75,6 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
-    if plan.regions.shards > 1 and plan.k.before_rope:
-        return "k: keys before RoPE in a body that is dealt out to shards; kernels rotate runs of neighbouring tokens"
     if plan.regions.held_capacity < SPAN:
         return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {SPAN}"
     return None
@@ -85,7 +86,8 @@ def no_triton() -> str | None:
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
-        return f"kernels need jax.experimental.pallas.triton, which cannot be imported from JAX {jax.__version__}"
+        said = f"kernels need jax.experimental.pallas.triton, which cannot be imported from JAX {jax.__version__}"
+        return f"{said}: JAX 0.10.2 to 0.12 have it (pip install 'jax<0.13')"
     return None
 
 
@@ -109,7 +111,7 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         kernels = _kernels_here()
         if obstacle(kernels, plan, query_heads, tokens):
             return None
-        return LAUNCH if kernels == "pallas" else "native"
+        return _launch(plan, query_heads) if kernels == "pallas" else "native"
     if implementation == "xla":
         return None
     if isinstance(implementation, Launch):
@@ -120,7 +122,12 @@ def choose(implementation: Implementation, plan: LayerPlan, query_heads: int, to
         raise ValueError(f"{implementation=}: choose 'xla', 'pallas' or 'native'")
     if reason := unsupported(plan, query_heads, tokens, implementation) or no_device(implementation):
         raise ValueError(f"{implementation=} cannot run: {reason}")
-    return LAUNCH if implementation == "pallas" else "native"
+    return _launch(plan, query_heads) if implementation == "pallas" else "native"
+
+
+def _launch(plan: LayerPlan, query_heads: int) -> Launch:
+    """Return the options of kernels that can serve this layer: in assembly where its self-test has passed on this kind of device."""
+    return LAUNCH if LAUNCH.interpret else dataclasses.replace(LAUNCH, arithmetic=arithmetic.arithmetic_of(plan, query_heads))
 
 
 def obstacle(kernels: Kernels | None, plan: LayerPlan, query_heads: int, tokens: int) -> str | None:
@@ -139,6 +146,13 @@ def kernels_here() -> str:
     if reason := no_device(kernels):
         return f"none: {reason}"
     return f"native, compiled for {instruction_set()}" if kernels == "native" else "pallas"
+
+
+def arithmetic_here(plans: Sequence[LayerPlan], query_heads: int) -> str:
+    """Say, in one line, how fused kernels compute for the layers of these plans that they serve, and what the self-test found."""
+    if reason := no_device("pallas"):
+        return f"not tested: {reason}"
+    return arithmetic.described([plan for plan in plans if not unsupported(plan, query_heads, 1)], query_heads)
 
 
 def name_of(chosen: Chosen) -> str:
@@ -195,9 +209,11 @@ def append_token(
         return None, (False,) * len(plan.codecs)
     regions = plan.regions
     whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0 and regions.recent > 0
-    serves = whole_blocks and regions.shards == 1 and plan.cross_layer is None and regions.body_capacity > 0
+    serves = whole_blocks and plan.cross_layer is None and regions.body_capacity > 0
     jobs = [codec.kernel_job(stats, prefill=False) if serves else None for codec, stats in zip(plan.codecs, state.stats, strict=True)]
-    return _fused().append_token(plan, state, rows, start, total, jobs, chosen), tuple(job is not None for job in jobs)
+    fused = _fused()
+    written = tuple(job is not None or fused.leaves_at_once(plan, codec) for codec, job in zip(plan.codecs, jobs, strict=True))
+    return fused.append_token(plan, state, rows, start, total, jobs, chosen), written
 
 
 def _fused() -> types.ModuleType:

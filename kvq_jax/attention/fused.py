@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.grouped_array import GroupedArray
@@ -15,15 +16,16 @@ from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec, KernelJob
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
-from pallas_kernels.decode_attention.kernel import decode_attention, split_attention
+from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
-from pallas_kernels.quantize.append import Blocks, Places, Side
+from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
@@ -37,25 +39,35 @@ def attend(
 ) -> QueryBNTH:
     """Attend as `streaming.attend` does, with one query token, which the windows of the state `after` the append hold already; NaN past the
     capacity."""
-    if not _reads_windows(plan, after):
+    holds_all = all(leaves_at_once(plan, codec) for codec in plan.codecs)
+    if not holds_all and not _reads_windows(plan, after):
         out = streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
         return streaming.without_lost(plan, inputs.positions, out)
     batch, heads, _, head_dim = inputs.q_rot.shape
     group, positions = heads // plan.heads, inputs.positions[:, 0]
     rows = inputs.q_rot.reshape(batch, plan.heads, group, head_dim)
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    windows = attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)
+    windows = [] if holds_all else [attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     _, _, (values, _), _ = arguments
     if plan.regions.axis is None and plan.v.sums_vectors and not values.adds_values:
-        of_body, _ = split_attention(*arguments, capacity=plan.regions.held_capacity, launch=launch)
+        of_body, _ = attention_in_pieces(*arguments, capacity=plan.regions.held_capacity, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
-        return finished([windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
+        return finished([*windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
     part = _body_part(launch, plan, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)
-    out = online_softmax.finish(online_softmax.merge(merged([windows], group, launch=launch), part))
+    if windows:
+        part = online_softmax.merge(merged(windows, group, launch=launch), part)
+    out = online_softmax.finish(part)
     return streaming.without_lost(plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape))
+
+
+def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
+    """Return True where a new token leaves for the body in its own step, which holds it as it is: windows have nothing of their own."""
+    regions = plan.regions
+    without_windows = regions.sink == regions.recent == 0 and regions.block == 1 and regions.shards == 1 and regions.body_capacity > 0
+    return without_windows and codec.stores_rows and not plan.joint and plan.cross_layer is None
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState) -> bool:
@@ -89,14 +101,14 @@ def _body_arguments(
 ) -> BodyArguments:
     """Return the queries, the readers of keys and values with their arrays, and the limits, as kernels take them."""
     keys, values = (
-        reader_and_arrays(codec, own, arrays, rope, plan.regions.sink) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
+        reader_and_arrays(codec, own, arrays, rope, plan.regions) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
     )
     query = plan.k.query(params[0], stats[0], rows)
     return query, keys, values, plan.regions.held(limits[:, 0])
 
 
-def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:
-    """Return the reader of a codec's body, whose first token stands at position `sink`, and the arrays that it reads.
+def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, regions: Regions) -> tuple[Reader, list[Array]]:
+    """Return the reader of a codec's body, or of what this shard holds of it, and the arrays that it reads.
 
     Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before RoPE come without `rope`.
     """
@@ -107,7 +119,10 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
         return reader, arrays
     if rope is None:
         raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
-    return dataclasses.replace(reader, sink=sink), [*arrays, rope.inverse_frequencies, rope.attention_factor]
+    arrays += [rope.inverse_frequencies, rope.attention_factor]
+    if regions.axis is not None:
+        arrays.append(lax.axis_index(regions.axis))
+    return dataclasses.replace(reader, sink=regions.sink, block=regions.block, shards=regions.shards), arrays
 
 
 def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:
@@ -128,11 +143,15 @@ def append_token(
 ) -> LayerState:
     """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in each body
     whose codec has a job."""
-    block, first = plan.regions.block, plan.regions.body(start)
-    places = Places(start, total > start, first, plan.regions.body(total) > first)
+    regions, block = plan.regions, plan.regions.block
+    first = regions.body(start)
+    leaving = regions.body(total) > first
+    if regions.axis is not None:
+        leaving &= regions.holds(first)
+    places = Places(start, total > start, first, regions.held_index(first), leaving)
     sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
     for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
-        blocks = None
+        blocks = Rows(load_body(specs[side], state.body[side])) if leaves_at_once(plan, codec) else None
         if job is not None:
             stored = load_body(specs[side], state.body[side])
             packed = Packed(stored.words, stored.scale, stored.zero)
@@ -142,6 +161,8 @@ def append_token(
 
     def body(side: int) -> Tree:
         job, blocks = jobs[side], after[side].blocks
+        if isinstance(blocks, Rows):
+            return specs[side].store(blocks.body)
         if job is None or blocks is None:
             return state.body[side]
         array = GroupedArray(blocks.body.words, blocks.body.scale, blocks.body.zero, job.format)

@@ -182,14 +182,25 @@ def shardings(described: Cache, placement: Placement) -> Cache:
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
-def check_held(cache: Cache) -> None:
-    """Raise ValueError where a call has consumed the cache: donated buffers are gone."""
+def is_parked(cache: Cache) -> bool:
+    """Return True where a cache's bodies are in the host's memory (parking.py); traced arrays know it, too."""
+    bodies = jax.tree.leaves([layer.body for layer in cache.layers])
+    return any(isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in bodies)
+
+
+def check_held(cache: Cache, *, parked: bool = False) -> None:
+    """Raise ValueError where a call has consumed the cache, whose donated buffers are gone, or its bodies are in the host's memory; with
+    `parked`, where they are not."""
     arrays = (leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
     if any(array.is_deleted() for array in arrays):
         raise ValueError(
             "this cache was consumed by a call that took it over (prefill, score, generate, or a jit that donates it): go on with "
             "the cache in that call's result"
         )
+    if parked and not is_parked(cache):
+        raise ValueError("this cache is not parked: only what kvq.park returned comes back")
+    if not parked and is_parked(cache):
+        raise ValueError("this cache is parked in the host's memory: kvq.unpark(cache) brings it back")
 
 
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from kvq_jax.attention import dispatch
-from kvq_jax.attention.dispatch import Implementation
+from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
 from kvq_jax.cache.cache import Cache, CacheDims, check_held
 from kvq_jax.cache.parameters import missing_parameters, parameter_axes
 from kvq_jax.cache.update import decode_layer, prefill_layer
@@ -127,6 +128,39 @@ def append_and_attend(
     Raises ValueError, in one line, for shapes that do not fit the cache, where the method needs an array that is not given (it is named),
     after the last layer, and where a named implementation cannot run.
     """
+    return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=True)
+
+
+def append(
+    step: Step,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    *,
+    q: QueryBNTH,
+    q_pre: QueryBNTH | None = None,
+    k_pre: RowsBKTH | None = None,
+    x: Float[Array, "B T D"] | None = None,
+    residual: Float[Array, "B T D"] | None = None,
+    rope: Rope | None = None,
+) -> Step:
+    """Return the step of `append_and_attend` without its attention, which is not computed: for a prompt that goes into several caches, and
+    whose attention is the same in all of them. Arguments and errors are those of `append_and_attend`."""
+    return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=False)[1]
+
+
+def _through_layer(
+    step: Step,
+    q: QueryBNTH,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    q_pre: QueryBNTH | None,
+    k_pre: RowsBKTH | None,
+    x: Float[Array, "B T D"] | None,
+    residual: Float[Array, "B T D"] | None,
+    rope: Rope | None,
+    *,
+    attend: bool,
+) -> tuple[QueryBNTH, Step]:
     cache = step.cache
     if step.layer == len(cache.layers):
         raise ValueError(f"the cache has {len(cache.layers)} layers, and the step went through all of them: finish(step) returns the cache")
@@ -143,14 +177,15 @@ def append_and_attend(
     # The choice depends on the device, so it is made here and not inside _layer_step, whose trace equal layers share.
     choice = functools.partial(dispatch.choose, step.implementation)
     if cache.placement is None:
-        chosen = choice(plan, dims.num_attention_heads, 1 if step.prefill else tokens) or "xla"
-        out, state, carry = _layer_step(plan, step.prefill, chosen, own, state, inputs, step.carry)
+        chosen = choice(plan, dims.num_attention_heads, 1 if step.prefill else tokens)
+        through = _layer_step if attend else _layer_append
+        out, state, carry = through(plan, step.prefill, *_by_platform(step, chosen), own, state, inputs, step.carry)
     else:
         parts = cache.placement.size("heads")
-        chosen = choice(plan.share(parts), dims.num_attention_heads // parts, 1 if step.prefill else tokens) or "xla"
+        chosen = choice(plan.share(parts), dims.num_attention_heads // parts, 1 if step.prefill else tokens)
         with crossing(cache.placement) as mesh:
             given = mesh.taken((own, state, inputs, step.carry))
-            out, state, carry = _layer_step_on_shards(cache.placement, dims, plan, step.prefill, chosen, *given)
+            out, state, carry = _layer_step_on_shards(cache.placement, dims, plan, step.prefill, *_by_platform(step, chosen), *given)
         out = mesh.handed(out, "batch", "heads", "none", "channels")
     layers = (*cache.layers[: step.layer], state, *cache.layers[step.layer + 1 :])
     return out, dataclasses.replace(step, cache=dataclasses.replace(cache, layers=layers), carry=carry, layer=step.layer + 1)
@@ -165,21 +200,58 @@ def finish(step: Step) -> Cache:
         return dataclasses.replace(step.cache, lengths=own.everywhere(step.cache.lengths + added))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # equal layers are traced and lowered once
+def _by_platform(step: Step, chosen: Chosen) -> tuple[Implementation, bool]:
+    """Return what `_layer_step` takes: GPU kernels that nobody named do not serve arrays on the CPU of a process that has a GPU."""
+    return chosen or "xla", step.implementation is None and isinstance(chosen, Launch) and not chosen.interpret
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # equal layers are traced and lowered once
 def _layer_step(
-    plan: LayerPlan, prefill: bool, implementation: Implementation, params: Tree, state: LayerState, inputs: LayerInputs, carry: Tree
+    plan: LayerPlan,
+    prefill: bool,
+    implementation: Implementation,
+    by_platform: bool,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
 ) -> tuple[QueryBNTH, LayerState, Tree]:
-    layer = prefill_layer if prefill else decode_layer
-    return layer(plan, params, state, inputs, carry, implementation)
+    """Take one layer by this implementation; if `by_platform`, only where the program is compiled for a GPU, and by XLA elsewhere."""
+
+    def by(implementation: Implementation) -> Callable[..., tuple[QueryBNTH, LayerState, Tree]]:
+        layer = prefill_layer if prefill else decode_layer
+        return lambda params, state, inputs, carry: layer(plan, params, state, inputs, carry, implementation)
+
+    arrays = params, state, inputs, carry
+    if not by_platform:
+        return by(implementation)(*arrays)
+    return lax.platform_dependent(*arrays, cuda=by(implementation), default=by("xla"))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _layer_append(
+    plan: LayerPlan,
+    prefill: bool,
+    implementation: Implementation,
+    by_platform: bool,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Run `_layer_step` with its queries in the place of its attention, which is dead code then: XLA leaves it out."""
+    _, after, carry = _layer_step(plan, prefill, implementation, by_platform, params, state, inputs, carry)
+    return inputs.q_rot, after, carry
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _layer_step_on_shards(
     placement: Placement,
     dims: CacheDims,
     plan: LayerPlan,
     prefill: bool,
     implementation: Implementation,
+    by_platform: bool,
     params: Tree,
     state: LayerState,
     inputs: LayerInputs,
@@ -189,6 +261,6 @@ def _layer_step_on_shards(
     states, carries = state_partition(plan, placement), carry_partition(placement)
     own = parameter_partition(plan, placement, functools.partial(parameter_axes, plan, dims, params), params)
     attention = placement.along("batch", "heads", "none", "channels")
-    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, implementation)
+    local = functools.partial(_layer_step, plan.share(placement.size("heads")), prefill, implementation, by_platform)
     run = on_shards(local, placement, (own, states, input_partition(placement), carries), (attention, states, carries))
     return run(params, state, inputs, carry)

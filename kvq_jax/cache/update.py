@@ -223,5 +223,5 @@ def _age(
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(encode))
 
     # In a decode step only every block-th token makes a block age. The branch returns that block and not the body, which it would copy.
-    coded = encode() if tokens > block else lax.cond(jnp.any(leaving > 0), encode, nothing)
+    coded = encode() if tokens >= block else lax.cond(jnp.any(leaving > 0), encode, nothing)
     return dispatch.store_blocks(codec.body(1, 1, block), state.body[side], coded, first // block, leaving, chosen)

@@ -166,6 +166,11 @@ class Codec(abc.ABC):
         return type(self).vectors is Codec.vectors
 
     @property
+    def stores_rows(self) -> bool:
+        """Return True where the body is one array of cached rows as they are, in the dtype of the windows."""
+        return False
+
+    @property
     def sums_vectors(self) -> bool:
         """Return True where `kernel_sum` returns its argument: where kernels may add vectors of the windows to what they sum."""
         return type(self).kernel_sum is Codec.kernel_sum

@@ -14,6 +14,7 @@ from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneL
 
 HEAD_DIMS = (64, 128, 256)
 POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
+SCALE_DTYPE = "float16"  # of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, like all sizes in a kernel, from a span to the longest step
 
 
@@ -40,7 +41,7 @@ class StoredGroups(Protocol):
 def grouped(codec: StoredGroups) -> Reader | str:
     """Return the reader of uniformly quantized groups, or one line that says why there is none."""
     format, layout = codec.format, codec.format.layout
-    if reason := head_dim_unsupported(format.channels):
+    if reason := head_dim_unsupported(format.channels) or scales_unsupported(format.scale_dtype):
         return reason
     if format.code_bits not in SUPPORTED_BITS:
         return f"{format.code_bits}-bit codes; kernels unpack {', '.join(map(str, SUPPORTED_BITS))} bits"
@@ -68,7 +69,7 @@ def nonuniform(
     set [B, K, S / n, w]; table [2^bits]; scale and zero, [K, H] without a group, else as stored, [B, K / heads, H / channels, S]; with
     outliers their index and residual, [B, S / pool, P], and the ends of heads among them, [B, S / pool, K].
     """
-    if reason := head_dim_unsupported(layout.channels):
+    if reason := head_dim_unsupported(layout.channels) or (scales_unsupported(scale_dtype) if group or pool else None):
         return reason
     if layout.bits not in TABLE_BITS:
         return f"{layout.bits}-bit codes; kernels look up tables for {', '.join(map(str, TABLE_BITS))} bits"
@@ -101,7 +102,7 @@ def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: st
     """
     if not grouped_angles:
         return "one step of the radii for a whole sequence; kernels read radii in groups of tokens"
-    if reason := head_dim_unsupported(2 * layout.channels):
+    if reason := head_dim_unsupported(2 * layout.channels) or scales_unsupported(scale_dtype):
         return reason
     if layout.span % SPAN or group_size not in TOKEN_GROUPS:
         return f"groups of {group_size} tokens; kernels serve {', '.join(map(str, TOKEN_GROUPS))}"
@@ -125,3 +126,8 @@ def dense(channels: int, dtype: str) -> Reader | str:
 def head_dim_unsupported(channels: int) -> str | None:
     """Return why kernels do not serve a head dim, in one line; None if they do."""
     return None if channels in HEAD_DIMS else f"head_dim {channels}; kernels serve {', '.join(map(str, HEAD_DIMS))}"
+
+
+def scales_unsupported(dtype: str) -> str | None:
+    """Return why kernels do not serve scales and zero points of this dtype, in one line; None if they do."""
+    return None if dtype == SCALE_DTYPE else f"scales in {dtype}; kernels compute with {SCALE_DTYPE}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from kvq_models.named_models.published import cache_folder
+from kvq_jax.files.user_cache import cache_folder
 
 MOST_BYTES = 1 << 30  # on disk; what was not used for longest goes first
 SHORTEST = 0.2  # seconds of compilation that a program must take to be kept

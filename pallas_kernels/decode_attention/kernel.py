@@ -2,8 +2,8 @@
 
     m, l, o of  softmax(q . K^T / sqrt(H)) V  over the first limits[b] tokens of each row b (partial_attention.py)
 
-One program reads one split of the tokens of one KV head, for all of its query heads, with online softmax in fp32; a second kernel merges
-the splits (merge.py). Readers (readers/base.py) know what the stored arrays mean.
+A program reads its share of all live tiles (schedule.py), each for all query heads of its KV head, with online softmax in fp32; a second
+kernel merges what programs leave (merge.py). Readers (readers/base.py) know what the stored arrays mean.
 
 Contract. Any limits 0 <= limits[b] <= S, different in each row. S is at least one tile and, unless all rows are in full precision, a
 multiple of 32 (of a group's tokens, where groups run over tokens); what lies in unused capacity is never used, whatever it is. Query heads
@@ -25,7 +25,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.merge import merged
-from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention, Splits
+from pallas_kernels.decode_attention.partial_attention import NEG_INF, PartialAttention
+from pallas_kernels.decode_attention.schedule import Pieces, Run, Schedule, Unit
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
@@ -52,8 +53,8 @@ def decode_attention(
     (full-precision rows: to their dtype); scores, sums and the merge are fp32. Raises ValueError where the tuning's tile does not fit the
     contract.
     """
-    parts, kept = split_attention(q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch)
-    part = merged([parts], q.shape[2], launch=launch)
+    pieces, kept = attention_in_pieces(q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch)
+    part = merged([pieces], q.shape[2], launch=launch)
     if kept is None:
         return part
     (v, v_stored), kept = values, kept[:, :, : q.shape[2]]
@@ -61,7 +62,7 @@ def decode_attention(
     return part if more is None else part._replace(o=part.o + more)
 
 
-def split_attention(
+def attention_in_pieces(
     q: Float[Array, "B K G H"],
     keys: tuple[Reader, Sequence[Array]],
     values: tuple[Reader, Sequence[Array]],
@@ -70,7 +71,7 @@ def split_attention(
     capacity: int,
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
-) -> tuple[Splits, Float[Array, "B K R S"] | None]:
+) -> tuple[Pieces, Float[Array, "B K R S"] | None]:
     """Return what `decode_attention` merges, and all scores, in units of log2, where the values need them (`Reader.adds_values`)."""
     batch, heads, group, channels = q.shape
     columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
@@ -84,22 +85,23 @@ def split_attention(
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
-    splits = tuning.splits(batch * heads, capacity)
-    shapes = [jax.ShapeDtypeStruct((batch, heads, splits, *shape), jnp.float32) for shape in ((real,), (real,), (channels, real))]
+    schedule = Schedule(tuning.programs(batch * heads, capacity), tuning.tile, batch, heads)
+    shapes = [jax.ShapeDtypeStruct((schedule.pieces, *shape), jnp.float32) for shape in ((real,), (real,), (channels, real))]
     if v.adds_values:
         shapes.append(jax.ShapeDtypeStruct((batch, heads, *by_slots), jnp.float32))
+    limits = limits.astype(jnp.int32)
     m, l, o, *kept = triton_call(
-        functools.partial(_kernel, readers=(k, v), counts=counts, tuning=tuning, capacity=capacity, asm=launch.asm, columns=columns),
+        functools.partial(_kernel, readers=(k, v), counts=counts, schedule=schedule, capacity=capacity, asm=launch.asm, columns=columns),
         name="decode_attention",
-        grid=(batch, heads, splits),
-        in_specs=[pl.BlockSpec((1,), lambda b, h, s: (b,)), *(whole_array_but(2, array, (0, 1), (batch, heads)) for array in flat)],
-        out_specs=[*(whole_array_but(3, shape, (0, 1, 2)) for shape in shapes[:3]), *(whole_array_but(2, s, (0, 1)) for s in shapes[3:])],
+        grid=(schedule.programs,),
+        in_specs=[whole_array_but(0, array, ()) for array in (limits, *flat)],
+        out_specs=[whole_array_but(0, shape, ()) for shape in shapes],
         out_shape=shapes,
         launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-    )(limits.astype(jnp.int32), *flat)
-    return Splits(m, l, o), kept[0].reshape(batch, heads, real, capacity) if kept else None
+    )(limits, *flat)
+    return Pieces(m, l, o, limits, schedule), kept[0].reshape(batch, heads, real, capacity) if kept else None
 
 
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
@@ -117,21 +119,53 @@ def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"
 
 
 def _kernel(
-    limit_ref: Any, *refs: Any, readers: tuple[Reader, Reader], counts: Any, tuning: Tuning, capacity: int, asm: bool, columns: int
+    limits_ref: Any, *refs: Any, readers: tuple[Reader, Reader], counts: Any, schedule: Schedule, capacity: int, asm: bool, columns: int
 ) -> None:
-    # refs: arrays of the query, the keys and the values, more scores (by slots) if there are any; then m [R], l [R] and o [H, R] of this
-    # program's split, and room for all scores (by slots) if the reader of values asks for them
-    ends = [sum(counts[: i + 1]) for i in range(4)]
-    query, keys, values, added = (refs[end - count : end] for end, count in zip(ends, counts, strict=True))
-    m_ref, l_ref, o_ref, *kept = refs[ends[3] :]
+    # refs: arrays of the query, the keys and the values, more scores (by slots) if there are any; then m [P, R], l [P, R] and o [P, H, R]
+    # of all pieces, and room for all scores (by slots) if the reader of values asks for them
+    program = pl.program_id(0)
+    begin, end = schedule.share(limits_ref, program)
+
+    def read(at: Array) -> Array:
+        run = schedule.run(limits_ref, at, end)
+        inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
+        of_unit = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs, *outputs[3:])]
+        ends = [sum(counts[: i + 1]) for i in range(4)]
+        query, keys, values, added = (of_unit[last - count : last] for last, count in zip(ends, counts, strict=True))
+        carry = _attend_run(run, query, keys, values, added, of_unit[ends[3] :], readers, schedule.tile, capacity, asm, columns)
+        _store_piece(outputs[:3], program + run.row * schedule.heads + run.head, *carry)
+        return at + run.end - run.first
+
+    lax.while_loop(lambda at: at < end, read, begin)
+
+
+def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array) -> None:
+    m_ref, l_ref, o_ref = refs
+    heads, width = m_ref.shape[1], sums[0].shape[0]
+    for c, of_chunk in enumerate(sums):
+        o_ref[place, pl.ds(width * c, width), :] = real_columns(of_chunk, heads)
+    m_ref[place, :], l_ref[place, :] = (real_columns(x[None], heads).reshape(heads) for x in (largest, total))
+
+
+def _attend_run(
+    run: Run,
+    query: Sequence[Unit],
+    keys: Sequence[Unit],
+    values: Sequence[Unit],
+    added: Sequence[Unit],
+    kept: Sequence[Unit],
+    readers: tuple[Reader, Reader],
+    size: int,
+    capacity: int,
+    asm: bool,
+    columns: int,
+) -> tuple[list[Array], Array, Array]:
+    """Return sums [W, R] for each chunk of channels, largest scores [R] and sums of weights [R] of a run of tiles of `size` tokens."""
     k, v = readers
     query = k.opened(query)
-    size, splits = tuning.tile, pl.num_programs(2)
-    limit = limit_ref[0]
-    per_split = pl.cdiv(pl.cdiv(limit, splits), size)  # tiles
-    first = pl.program_id(2) * per_split
-    end = jnp.minimum((first + per_split) * size, limit)
-    whole, tiles = jnp.maximum(end - first * size, 0) // size, pl.cdiv(jnp.maximum(end - first * size, 0), size)
+    first, limit = run.first, run.limit
+    end = jnp.minimum(run.end * size, limit)
+    whole, tiles = end // size - first, run.end - first
 
     def step(tile: Tile, carry: Any) -> Any:
         sums, largest, total = carry
@@ -164,11 +198,7 @@ def _kernel(
         jnp.zeros((columns,), jnp.float32),
     )
     carry = lax.fori_loop(0, whole, whole_tile, carry)
-    sums, largest, total = lax.fori_loop(whole, tiles, last_tile, carry)
-    heads = m_ref.shape[0]
-    for c in range(count):
-        o_ref[pl.ds(width * c, width), :] = real_columns(sums[c], heads)
-    m_ref[...], l_ref[...] = (real_columns(x[None], heads).reshape(heads) for x in (largest, total))
+    return lax.fori_loop(whole, tiles, last_tile, carry)
 
 
 def _rows_of_slot(tile: Tile, slot: int) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Tile sizes, stages and splits of the decode-attention kernel: they change its speed, never its result."""
+"""Tile sizes, stages and programs of the decode-attention kernel: they change its speed, never its result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.decode_attention.schedule import LEAST
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import SPAN
 
@@ -16,7 +17,7 @@ class Tuning:
     """Parameters that change only the speed.
 
     tile: tokens of a loop step; warps and stages: Triton's; cores: multiprocessors, None for as many as the device has; resident: programs
-    that run on one of them at a time. The number of splits follows from the last two (docs/kernels.md).
+    that run on one of them at a time. The number of programs follows from the last two (docs/kernels.md).
     """
 
     tile: int = 128
@@ -25,13 +26,23 @@ class Tuning:
     cores: int | None = None
     resident: int = 8
 
+    @property
+    def running(self) -> int:
+        """Return how many programs run at a time."""
+        return (device_cores() if self.cores is None else self.cores) * self.resident
+
+    def programs(self, units: int, capacity: int) -> int:
+        """Return the programs that share the live tiles of so many rows times KV heads: all that run at a time, none of which waits for
+        another; fewer where there is less than LEAST tiles for each."""
+        return max(1, min(self.running, pl.cdiv(units * pl.cdiv(capacity, self.tile), LEAST)))
+
     def splits(self, programs: int, capacity: int) -> int:
         """Return the number of splits of the token axis, at least two tiles each, that is fastest for `programs` rows times KV heads.
 
         Programs run in rounds of as many as the device holds at a time, and each reads its tiles after as long as one takes to arrive. A
         few programs more than one round would keep the device busy for as long as two.
         """
-        running = (device_cores() if self.cores is None else self.cores) * self.resident
+        running = self.running
         tiles = capacity // self.tile
         most = max(1, min(tiles // 2, 4 * pl.cdiv(running, programs)))
         return min(range(1, most + 1), key=lambda splits: pl.cdiv(programs * splits, running) * (pl.cdiv(tiles, splits) + 1))

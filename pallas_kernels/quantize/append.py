@@ -25,12 +25,13 @@ from pallas_kernels.triton_call import triton_call, whole_array_but
 
 
 class Side(NamedTuple):
-    """Keys or values: what is stored, the new row, and how a block is quantized. Without `blocks` only the windows are written."""
+    """Keys or values: what is stored, the new row, and how a block is quantized, or the body that takes the row as it is. Without `blocks`
+    only the windows are written."""
 
     row: Float[Array, "B K 1 H"]
     sink: Float[Array, "B K E H"]
     ring: Float[Array, "B K R H"]
-    blocks: Blocks | None
+    blocks: Blocks | Rows | None
 
 
 class Blocks(NamedTuple):
@@ -43,19 +44,27 @@ class Blocks(NamedTuple):
     divisor: Float[Array, "B K 1 H"] | None
 
 
+class Rows(NamedTuple):
+    """A body of rows in full precision, whose blocks are one token: the new token leaves its window at once."""
+
+    body: Float[Array, "B K S H"]
+
+
 class Places(NamedTuple):
     """Where rows of the batch stand. position: of the new token; new: whether there is one; first: the first token of the block that
-    leaves; leaving: whether one does."""
+    leaves, counted after the sink; place: of it in the body, which may be a shard of every D-th block; leaving: whether one does."""
 
     position: Int[Array, " B"]
     new: Bool[Array, " B"]
     first: Int[Array, " B"]
+    place: Int[Array, " B"]
     leaving: Bool[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The programs and arrays of one side. start, units: its programs, of which each quantizes `unit` tokens; sink, ring: their slots."""
+    """The programs and arrays of one side. start, units: its programs, of which each quantizes `unit` tokens; sink, ring: their slots.
+    copies: the body takes the row as it is."""
 
     start: int
     units: int
@@ -63,6 +72,7 @@ class _Work:
     sink: int
     ring: int
     job: Job | None
+    copies: bool
     inputs: int
     stored: int
 
@@ -71,9 +81,9 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
     """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
 
     Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of the block, so that a block
-    never wraps, and the block that leaves does not hold the new token. first: a multiple of the block, counted after the sink. Equations
-    and exactness are those of `quantize_rows`. Raises ValueError where the kernel cannot serve the format, or a block does not fit the
-    ring.
+    never wraps, and the block that leaves does not hold the new token. first, place: multiples of the block. Equations and exactness are
+    those of `quantize_rows`. A body of rows takes the new one at `place` where it leaves. Raises ValueError where the kernel cannot serve
+    the format, or a block does not fit the ring.
     """
     batch, heads, _, channels = sides[0].row.shape
     works, inputs, stored = list[_Work](), list[Array](), list[Array]()
@@ -81,7 +91,11 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
     for side in sides:
         given, kept, slots = [side.row], [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
         unit, job = block, None
-        if side.blocks is not None:
+        if isinstance(side.blocks, Rows):
+            if block != 1:
+                raise ValueError(f"blocks of {block} tokens: a body of rows takes one token as it comes")
+            kept.append(side.blocks.body)
+        elif side.blocks is not None:
             body, reader, scheme, bits, divisor = side.blocks
             if slots % block:
                 raise ValueError(f"a ring of {slots} slots does not hold whole blocks of {block} tokens")
@@ -91,7 +105,8 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
             warps = max(warps, 1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels)))
             given += [] if divisor is None else [divisor.astype(jnp.float32)]
             kept += [*body.words, body.scale, *([] if body.zero is None else [body.zero])]
-        works.append(_Work(start, block // unit, unit, side.sink.shape[2], slots, job, len(given), len(kept)))
+        copies = isinstance(side.blocks, Rows)
+        works.append(_Work(start, block // unit, unit, side.sink.shape[2], slots, job, copies, len(given), len(kept)))
         start, inputs, stored = start + works[-1].units, inputs + given, stored + kept
     aliased = [whole_array_but(2, array, (0, 1)) for array in stored]
     outputs = triton_call(
@@ -123,12 +138,16 @@ def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
     sink, ring, *body = [*sink, *arrays]
     if side.blocks is None:
         return side._replace(sink=sink, ring=ring)
+    if isinstance(side.blocks, Rows):
+        return side._replace(sink=sink, ring=ring, blocks=Rows(body[0]))
     sets = len(side.blocks.body.words)
     packed = Packed(tuple(body[:sets]), body[sets], None if side.blocks.body.zero is None else body[sets + 1])
     return side._replace(sink=sink, ring=ring, blocks=side.blocks._replace(body=packed))
 
 
-def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]) -> None:
+def _kernel(
+    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]
+) -> None:
     # refs: of each side the row [1, H] and the divisor [1, H] if any; then sink [E, H] if any, ring [R, H], the body's words [S / n, w],
     # scale and zero of each side as they were; and these as they become
     held = sum(work.stored for work in works)
@@ -148,12 +167,18 @@ def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *
         def _(row=row, ring=ring, work=work) -> None:
             ring[pl.ds((position - work.sink) % work.ring, 1), :] = row[...]
 
+        if work.copies:
+
+            @pl.when(leaving & (program == work.start))
+            def _(row=row, body=body) -> None:
+                body[0][pl.ds(place_ref[0], 1), :] = row[...].astype(body[0].dtype)
+
         if work.job is not None:
             own = program - work.start  # outside of the branch, where an interpreted kernel knows it
 
             @pl.when(leaving & (own >= 0) & (own < work.units))
             def _(work=work, job=work.job, ring=ring, body=body, divisor=divisor, own=own) -> None:
-                at, slot = first_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
+                at, slot = place_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
                 words, scale, zero = (body[:-1], body[-1], None) if job.reader.centre is not None else (body[:-2], *body[-2:])
                 views, kernel = (_token_views, token_kernel) if job.reader.axis == "tokens" else (_channel_views, channel_kernel)
                 rows, *others = views(job, ring, words, scale, zero, at, slot)

@@ -52,8 +52,9 @@ class Job:
 
     @property
     def limit(self) -> float:
-        """Return the magnitude at which entries saturate: a group's range must fit the stored dtype."""
-        return float(jnp.finfo(self.reader.scale_dtype).max) / 2
+        """Return the magnitude at which entries saturate: a group's range, its scale rounded up, must fit the stored dtype."""
+        known = jnp.finfo(self.reader.scale_dtype)
+        return float(known.max) / 2 * (1 - float(known.eps))
 
     @property
     def near(self) -> float:

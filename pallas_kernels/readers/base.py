@@ -47,8 +47,8 @@ class Step(NamedTuple):
 class Reader(abc.ABC):
     """Keys or values of one layer, as a kernel reads them.
 
-    Arrays have leading axes [B, K], which a kernel's block fixes; either may be shorter where neighbours share an entry: 1 where all rows
-    of the batch, or all heads, do.
+    Arrays have leading axes [B, K], which a kernel fixes at the row and head that it reads; either may be shorter where neighbours share an
+    entry: 1 where all rows of the batch, or all heads, do.
     """
 
     @property

@@ -14,10 +14,11 @@ MORE = {("innerq:bits=2", 64): 1}  # XLA cuts the queries out of the projection 
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
-@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq:bits=2"])
+@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq:bits=2", "dense"])
 def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     row = measure(spec, batch)
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
     assert row.matrices == 5, f"{row.matrices} products of matrices: {row.launches}"
     assert row.total - row.matrices <= MOST + MORE.get((spec, batch), 0), f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1
+    assert (row.graphs, row.outside) == (1, 0), f"{row.graphs} command buffers, {row.outside} launches in none"

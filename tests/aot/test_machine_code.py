@@ -177,9 +177,11 @@ def test_a_report_computes_per_element_and_against_the_memory_limit():
     assert REPORT.per_element("mma") == 0.125
     assert REPORT.mma_columns == 8
     assert REPORT.budget == pytest.approx(2.18, abs=5e-3)
-    assert REPORT.share == 1
+    assert REPORT.bound == pytest.approx(2.18 / 1.951, abs=5e-3)
+    assert REPORT.share == pytest.approx(0.7 * REPORT.bound)
+    assert dataclasses.replace(REPORT, stored_bits=5).share == 1
     busy = dataclasses.replace(REPORT, loop={"int": 2000, "f16": 500})
-    assert busy.share == pytest.approx(REPORT.budget / (2 * 2000 / 1024)), "integer operations issue at half the rate"
+    assert busy.bound == pytest.approx(REPORT.budget / (2 * 2000 / 1024)), "integer operations issue at half the rate"
     assert len(REPORT.line()) == len(HEADER)
 
 

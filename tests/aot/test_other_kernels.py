@@ -18,6 +18,7 @@ from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
 from pallas_kernels.decode_attention.merge import finished
 from pallas_kernels.decode_attention.partial_attention import Splits
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.decode_attention.windows import attend_windows
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
@@ -68,7 +69,7 @@ def test_a_token_is_appended_in_place_and_within_registers(scheme, bits, axis, a
 
     def append(body, ring, new, first, flags):
         sides = [Side(new, ring[:, :, :0], ring, Blocks(body, reader, scheme, bits, None))]
-        [side] = append_token(sides, Places(first, flags, first, flags), block=32, launch=Launch(arithmetic))
+        [side] = append_token(sides, Places(first, flags, first, first, flags), block=32, launch=Launch(arithmetic))
         assert side.blocks is not None
         return side.blocks.body, side.ring
 
@@ -99,15 +100,18 @@ def test_attention_to_windows_compiles_within_its_registers(sink, channels, arit
 
 @on_both_gpus
 @pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
-@pytest.mark.parametrize(("batch", "splits"), [(16, 8), (1, 115)])
-def test_splits_are_merged_within_registers(batch, splits, arithmetic, target):
-    def part(splits: int) -> Splits:
-        return Splits(*(jax.ShapeDtypeStruct((batch, 8, splits, *rest), jnp.float32) for rest in ((4,), (4,), (128, 4))))
+@pytest.mark.parametrize("batch", [1, 16, 64])
+def test_pieces_are_merged_within_registers(batch, arithmetic, target):
+    schedule, row = Schedule(8 * target.cores, 128, batch, 8), jax.ShapeDtypeStruct((batch,), jnp.int32)
 
-    def merge(windows: Splits, body: Splits, positions: jax.Array) -> jax.Array:
-        return finished([windows, body], 4, positions, capacity=4096, dtype=jnp.bfloat16, launch=Launch(arithmetic))
+    def arrays(*leading: int) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((*leading, *rest), jnp.float32) for rest in ((4,), (4,), (128, 4))]
 
-    program = compile_for(target, merge, (part(1), part(splits), jax.ShapeDtypeStruct((batch,), jnp.int32)))
+    def merge(windows: Splits, body: list[jax.Array], limits: jax.Array, positions: jax.Array) -> jax.Array:
+        parts = [windows, Pieces(*body, limits, schedule)]
+        return finished(parts, 4, positions, capacity=4096, dtype=jnp.bfloat16, launch=Launch(arithmetic))
+
+    program = compile_for(target, merge, (Splits(*arrays(batch, 8, 1)), arrays(schedule.pieces), row, row))
     kernel = program.kernel("finish_attention")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes == 0
@@ -121,7 +125,7 @@ def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None
     limits = jax.ShapeDtypeStruct((2,), jnp.int32)
 
     def scores(q, index, residual, ends, limits, frequencies):
-        return outlier_scores(q, index, residual, ends, limits, turn(frequencies, 5, 4096) if turned else None, LAUNCH, 32)
+        return outlier_scores(q, index, residual, ends, limits, turn(frequencies, 5 + 32 * jnp.arange(128)) if turned else None, LAUNCH, 32)
 
     kernel = compile_for(target, scores, (q, slots, slots, ends, limits, positions)).kernel("outlier_scores")
     assert kernel.threads == 32, "a warp for each head of a pool"

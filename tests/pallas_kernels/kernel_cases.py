@@ -16,6 +16,7 @@ from kvq_jax.arrays.packing import pack, unpack
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped
 from pallas_kernels.readers.base import Reader
+from pallas_kernels.readers.grouped import GroupedReader
 from tests.exhaustive import some
 
 KINDS = {  # scheme, axis: how a side is grouped
@@ -93,9 +94,14 @@ def kernel_cases(*ids: str) -> pytest.MarkDecorator:
 
 
 def reader_of(format: GroupFormat | None, head_dim: int) -> Reader:
-    reader = dense(head_dim, "bfloat16") if format is None else grouped(GroupedCodec("k", format))
-    assert isinstance(reader, Reader), reader
-    return reader
+    """Return the reader of a format. Scales other than float16 are read within its range; caches that have them go to XLA."""
+    if format is None:
+        reader = dense(head_dim, "bfloat16")
+        assert isinstance(reader, Reader), reader
+        return reader
+    reader = grouped(GroupedCodec("k", dataclasses.replace(format, scale_dtype="float16")))
+    assert isinstance(reader, GroupedReader), reader
+    return dataclasses.replace(reader, scale_dtype=format.scale_dtype)
 
 
 def stored_structs(format: GroupFormat | None, batch: int, heads: int, tokens: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:

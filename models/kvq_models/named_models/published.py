@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
+
+from kvq_jax.files.user_cache import cache_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +54,6 @@ SMOLLM2 = PublishedModel(
 )
 
 PUBLISHED = {model.name: model for model in (SMOLLM2,)}
-
-
-def cache_folder() -> Path:
-    """Return the folder of fetched models: $KVQ_CACHE, else kvq in $XDG_CACHE_HOME, else ~/.cache/kvq."""
-    if own := os.environ.get("KVQ_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvq"
 
 
 def megabytes(size: int) -> str:

@@ -8,18 +8,23 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
+from benchmarks.gpu import decode_step, kernels, step_parity
+from benchmarks.gpu.report import GpuReport
+
 SCRIPT = pathlib.Path(__file__).parents[3] / "benchmarks" / "gpu" / "gpu.sh"
-STAGES = ("-m pytest", "-m benchmarks.gpu.kernels", "-m benchmarks.gpu.decode_step")
-# notes the platform and its arguments; ends with the status that the file `statuses` has for the n-th time that such a stage runs
+FIRST = ("kernels --plan first", "kernels --plan parity", "step_parity", "decode_step", "kernels --plan next")
+TITLES = ("attention, 32K tokens x 16", "parity of kernels", "parity of steps", "steps of 8 layers", "more attention, products")
+# notes the platform and its arguments; ends with the status that the file `statuses` has for the n-th call
 STUB = """\
 #!/usr/bin/env bash
 here=$(dirname "$0")
+[ "$1" = -c ] && exit 0
 echo "$JAX_PLATFORMS $*" >>"$here/calls"
-seen=$(grep -c -- "$1 $2" "$here/calls")
-exit "$(sed -n "s/^$1 $2 $seen //p" "$here/statuses" | grep . || echo 0)"
+exit "$(sed -n "s/^$(wc -l <"$here/calls" | tr -d ' ') //p" "$here/statuses" | grep . || echo 0)"
 """
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="gpu.sh is a script for bash, which this machine lacks")
@@ -27,83 +32,137 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="gpu.sh is 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """calls: (stage, arguments) in order, of which all must have been told to use CUDA."""
+    """calls: the arguments of each stage in order. platforms: what each was told to run on."""
 
     status: int
     output: str
     log: str
-    calls: list[tuple[str, str]]
+    calls: list[str]
+    platforms: set[str]
 
 
-def run(folder: pathlib.Path, statuses: str = "", **environment: str) -> Run:
+def run(folder: pathlib.Path, *arguments: str, statuses: str = "", **environment: str) -> Run:
     stub = folder / "python"
     stub.write_text(STUB, encoding="utf-8")
     stub.chmod(0o755)
     (folder / "statuses").write_text(statuses, encoding="utf-8")
     variables = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run(
-        ["bash", str(SCRIPT), str(folder / "results")],
+        ["bash", str(SCRIPT), *arguments, str(folder / "results")],
         env=variables | {"PYTHON": str(stub), "NAME": "stub"} | environment,
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    lines = [line.split(" ", 1) for line in (folder / "calls").read_text(encoding="utf-8").splitlines()]
-    assert {platform for platform, _ in lines} == {"cuda"}, "a process without CUDA must fail, not skip"
-    calls = [(stage, rest) for _, rest in lines for stage in STAGES if rest.startswith(stage)]
-    return Run(done.returncode, done.stdout + done.stderr, (folder / "results" / "gpu_stub.log").read_text(encoding="utf-8"), calls)
+    noted = folder / "calls"
+    lines = [line.split(" ", 1) for line in (noted.read_text(encoding="utf-8") if noted.exists() else "").splitlines()]
+    calls = [rest.removeprefix("-m benchmarks.gpu.bare benchmarks.gpu.") for _, rest in lines]
+    log = (folder / "results" / "gpu_stub.log").read_text(encoding="utf-8")
+    return Run(done.returncode, done.stdout + done.stderr, log, calls, {platform for platform, _ in lines})
 
 
 def limits(log: str) -> dict[str, int]:
     return {title: int(seconds) for title, seconds in re.findall(r"^== (.+), at most (\d+) s:", log, re.MULTILINE)}
 
 
-def test_all_stages_run_on_cuda_within_ten_minutes(tmp_path: pathlib.Path):
+def order(found: Run) -> list[str]:
+    return [next(stage for stage in FIRST if call.startswith(stage)) for call in found.calls]
+
+
+def parsed(call: str) -> None:
+    """Have the stage's own parser read its arguments: SystemExit where it does not know one."""
+    name, *arguments = call.split()
+    parsers = {"kernels": kernels.argument_parser, "step_parity": step_parity.argument_parser, "decode_step": decode_step.argument_parser}
+    parsers[name]().parse_args(arguments)
+
+
+def test_the_stages_run_on_cuda_in_order_within_ten_minutes(tmp_path: pathlib.Path):
     found = run(tmp_path)
     assert found.status == 0, found.output
-    assert [stage for stage, _ in found.calls] == list(STAGES)
+    assert order(found) == list(FIRST)
+    assert found.platforms == {"cuda"}, "a process without CUDA must fail, not skip"
     assert "== all stages passed" in found.log
-    tests, kernels, steps = (arguments for _, arguments in found.calls)
-    assert "-m gpu" in tests
-    assert "-n 12" in tests
-    folders = {
-        "decode_attention": ("decode", "matvec"),
-        "quantize": ("quantize",),
-        "readers": ("codebook", "parts_of_groups", "polar"),
-        "tiles": ("table_lookup",),
-    }
-    for folder, names in folders.items():
-        for name in names:
-            assert f"tests/pallas_kernels/{folder}/test_{name}.py" in tests
-    assert f"--json {tmp_path}/results/kernels_stub.json" in kernels
-    assert f"--json {tmp_path}/results/step_stub.json" in steps
+    for call in found.calls:
+        parsed(call)
     seconds = limits(found.log)
-    assert seconds["gpu tests"] + seconds["kernels"] <= 580
-    assert int(re.findall(r"--seconds (\d+)", kernels)[0]) < seconds["kernels"]
-    assert int(re.findall(r"--seconds (\d+)", steps)[0]) < seconds["decode steps"] <= 580
+    assert tuple(seconds) == TITLES
+    assert sum(seconds.values()) <= 580
+    for call, limit in zip(found.calls, seconds.values(), strict=True):
+        assert int(re.findall(r"--seconds (\d+)", call)[0]) < limit
+    results = tmp_path / "results"
+    files = [call.split("--json ")[1].split()[0] for call in found.calls]
+    assert files == [f"{results}/{name}_stub.json" for name in ("kernels", "parity_kernels", "parity_steps", "step", "kernels")]
+    assert "--resume" in found.calls[-1], "it would overwrite the first stage's rows"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(tmp_path: pathlib.Path, stage: str):
-    found = run(tmp_path, f"{stage} 1 1\n")
-    assert [name for name, _ in found.calls] == list(STAGES)
+def test_the_second_run_adds_to_the_first_ones_rows_and_runs_the_tests(tmp_path: pathlib.Path):
+    found = run(tmp_path, "--second")
+    assert found.status == 0, found.output
+    assert found.platforms == {"cuda"}
+    assert sum(limits(found.log).values()) <= 580
+    assert found.calls[0].startswith("kernels --plan second")
+    assert "--resume" in found.calls[0]
+    for call in found.calls[:-1]:
+        parsed(call)
+    tests = found.calls[-1]
+    assert tests.startswith("-m pytest -m gpu")
+    assert "--seconds" not in tests
+    for name in ("decode_attention/test_decode", "quantize/test_append", "readers/test_codebook", "tiles/test_table_lookup"):
+        assert f"tests/pallas_kernels/{name}.py" in tests
+
+
+@pytest.mark.parametrize("failing", range(len(FIRST)))
+def test_a_stage_that_fails_does_not_stop_the_next_and_is_named(tmp_path: pathlib.Path, failing: int):
+    found = run(tmp_path, statuses=f"{failing + 1} 1\n")
+    assert order(found) == list(FIRST)
     assert found.status == 1
-    title = {"-m pytest": "gpu tests", "-m benchmarks.gpu.kernels": "kernels", "-m benchmarks.gpu.decode_step": "decode steps"}[stage]
-    assert f"== FAILED {title}: exit status 1\n" in found.log
+    assert f"== FAILED {TITLES[failing]}: exit status 1\n" in found.log
     assert "all stages passed" not in found.log
 
 
 def test_kernels_go_on_in_a_new_process_behind_a_crash(tmp_path: pathlib.Path):
-    found = run(tmp_path, "-m benchmarks.gpu.kernels 1 3\n-m benchmarks.gpu.kernels 2 139\n")
-    kernels = [arguments for stage, arguments in found.calls if stage == "-m benchmarks.gpu.kernels"]
-    assert ["--resume" in arguments for arguments in kernels] == [False, True, True]
-    assert found.calls[-1][0] == "-m benchmarks.gpu.decode_step"
+    found = run(tmp_path, statuses="1 3\n2 139\n")
+    assert order(found) == [FIRST[0]] * 3 + list(FIRST[1:])
+    assert ["--resume" in call for call in found.calls[:3]] == [False, True, True]
     assert found.status == 1, "the crash is not forgotten"
 
 
 def test_a_stage_without_time_is_a_failure(tmp_path: pathlib.Path):
-    found = run(tmp_path, TOTAL="60")
-    assert [stage for stage, _ in found.calls] == ["-m pytest", "-m benchmarks.gpu.decode_step"]
+    found = run(tmp_path, TOTAL="15")
     assert found.status == 1
-    assert "== FAILED kernels: no time left" in found.log
+    for title in TITLES:
+        assert f"== FAILED {title}: no time left" in found.log
+
+
+def test_an_unknown_option_prints_the_usage(tmp_path: pathlib.Path):
+    done = subprocess.run(["bash", str(SCRIPT), "--wet-run"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--dry-run [FOLDER]" in done.stdout
+
+
+def test_the_dry_run_has_the_same_stages_on_a_cpu(tmp_path: pathlib.Path):
+    found = run(tmp_path, "--dry-run")
+    assert found.status == 0, found.output
+    assert order(found) == list(FIRST)
+    assert found.platforms == {"cpu"}
+    for call in found.calls:
+        parsed(call)
+        assert "--tiny" in call or "--interpret" in call
+
+
+@pytest.mark.exhaustive
+def test_a_dry_run_passes_with_nothing_but_jax(tmp_path: pathlib.Path):
+    """Some minutes: the stages themselves, with stand-ins for all other packages."""
+    environment = os.environ | {"PYTHON": sys.executable, "KVQ_BARE": "1"}
+    done = subprocess.run(["bash", str(SCRIPT), "--dry-run", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "replaced by stand-ins: jaxtyping, flax, filelock, safetensors" in done.stdout
+    reports = {file.stem: GpuReport.read(file) for file in tmp_path.glob("*.json")}
+    assert set(reports) == {f"{name}_dry_run" for name in ("kernels", "parity_kernels", "parity_steps", "step")}
+    for name, report in reports.items():
+        assert report.rows, name
+        assert any(row.error is not None for row in report.rows), name
+        assert not report.wrong(), report.wrong()
+    [trace] = reports["step_dry_run"].traces
+    assert sum(kernel.us for kernel in trace.kernels) > 0

@@ -27,13 +27,13 @@ from benchmarks.gpu import (
     timed_case,
 )
 from benchmarks.gpu.attention_candidates import INEXACT_MERGE, MODELS, MORE_SPECS, SPECS, Planned, attention_tasks, shape_of
+from benchmarks.gpu.decode_step import TINY
 from benchmarks.gpu.device_timing import Timing, timing_loop
 from benchmarks.gpu.innerq_candidates import PAPER_MODELS, paper_shape, product_tasks, quantize_tasks
 from benchmarks.gpu.kernels import Case
 from benchmarks.gpu.page import KERNEL_HEADER, kernel_line
 from benchmarks.gpu.report import GpuReport, KernelRow
 from pallas_kernels.launch import Launch
-from tests.benchmarks.gpu.test_decode_step import TINY
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -209,6 +209,17 @@ def test_plots_are_drawn(folder: pathlib.Path):
         assert (folder / f"kernels_cpu_{MODEL.lower()}.{ending}").stat().st_size > 10_000
 
 
+def test_an_error_that_rounding_does_not_explain_is_named(report: GpuReport):
+    assert report.wrong() == []
+    good = next(row for row in report.rows if row.candidate == "kivi:bits=2" and row.error is not None)
+    for bad in (dataclasses.replace(good, error=1.0), dataclasses.replace(good, error=math.nan), dataclasses.replace(good, failure="no")):
+        assert dataclasses.replace(report, rows=[good, bad]).wrong() == [
+            f"attention, {MODEL}, 256 tokens x 2, kivi:bits=2 (interpreted): {bad.wrong}"
+        ]
+    others = dataclasses.replace(good, candidate="cuDNN bf16", arithmetic="", failure="no cuDNN", error=None)
+    assert dataclasses.replace(report, rows=[others]).wrong() == [], "what others' code cannot do is not ours"
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, threads: int):
     def unfit():
@@ -218,8 +229,11 @@ def test_what_fails_becomes_a_row_and_the_others_go_on(tmp_path: pathlib.Path, t
     broken = dataclasses.replace(good.make(), calls=(("asm", lambda x, copy: jnp.zeros(3) @ jnp.zeros(4)),))
     tasks = [Planned("attention", "unfit", unfit), Planned("attention", "broken", lambda: broken), good]
     report = empty()
-    timed_case.run_case(MODEL, CASES[0].shape, tasks, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads)
-    unfit_row, broken_row, good_row = GpuReport.read(tmp_path / "rows.json").rows
+    entries = timed_case.entries_of(MODEL, CASES[0].shape, tasks)
+    late = timed_case.run_entries(entries, report, lambda: report.write(tmp_path / "rows.json"), TIMING, threads)
+    assert late == []
+    found = {row.candidate: row for row in GpuReport.read(tmp_path / "rows.json").rows}
+    unfit_row, broken_row, good_row = (found[task.candidate] for task in tasks)
     assert unfit_row.failure == "ValueError: head_dim 80"
     assert broken_row.failure.startswith("TypeError")
     assert broken_row.arithmetic == "asm"
@@ -293,25 +307,46 @@ def lowered(planned: Planned) -> str:
     return lower_for_cuda(timing_loop(call, task.feed, 2), x, [copy])
 
 
-def test_the_usual_cases_cover_the_shape_table():
-    cases = kernels.default_cases()
+def points(cases: list[Case]) -> list[tuple[int, int]]:
+    return [(case.shape.tokens, case.shape.batch) for case in cases]
+
+
+def test_the_plans_cover_the_shape_table():
+    cases = kernels.planned_cases("all")
     for model in MODELS:
         chosen = [case for case in cases if (case.section, case.model, case.specs) == ("attention", model, SPECS)]
-        found = [(case.shape.tokens, case.shape.batch) for case in chosen]
-        assert sorted(found) == [(512 << i, batch) for i in range(9) for batch in (1, 16)], model
-    assert {case.model for case in cases[:6]} == {"Llama-3.1-8B"}, "a run that ends early has the most important model"
+        assert sorted(points(chosen)) == [(512 << i, batch) for i in range(9) for batch in (1, 16)], model
     for model in PAPER_MODELS:
         assert {c.shape.tokens for c in cases if (c.section, c.model) == ("products", model)} == set(paper_tables.LENGTHS)
     assert len({case.name for case in cases}) == len(cases)
-    [more] = [i for i, case in enumerate(cases) if case.specs == MORE_SPECS]
-    main = [(32768, 16), (131072, 1), (4096, 16), (32768, 1), (4096, 1), (131072, 16)]
-    assert [(case.shape.tokens, case.shape.batch) for case in cases[: len(main)]] == main
-    assert more > max(i for i, case in enumerate(cases) if (case.section, case.shape.tokens) == ("products", 32768)), "the main ones first"
-    wanted = [task.candidate for task in cases[more].tasks(INTERPRETED, ())]
+    [more] = [case for case in cases if case.specs == MORE_SPECS]
+    wanted = [task.candidate for task in more.tasks(INTERPRETED, ())]
     assert wanted[-len(MORE_SPECS) :] == list(MORE_SPECS)
-    asked = [task.candidate for task in cases[more].tasks(INTERPRETED, ("nf4",))]
+    asked = [task.candidate for task in more.tasks(INTERPRETED, ("nf4",))]
     assert asked[-1] == "nf4", "a list on the command line goes for every case"
     assert not set(asked) & (set(MORE_SPECS) - {"nf4"})
+
+
+def test_what_shows_most_comes_first_and_compiles_in_seconds():
+    first, following = kernels.planned_cases("first"), kernels.planned_cases("next")
+    assert points(first) == [(32768, 16)]
+    assert points(following[:3]) == [(131072, 1), (4096, 16), (32768, 1)]
+    assert {case.section for case in following[3:]} == {"products", "quantize"}
+    slow = ("kvquant", "nf4", "polarquant", "pre_rope")
+    for case in (*first, *following, *kernels.planned_cases("parity")):
+        names = [task.candidate for task in case.tasks(INTERPRETED, ())]
+        assert not [name for name in names if any(part in name for part in slow)], "minutes of a compiler's time"
+        if case.section == "attention":
+            assert names[:2] == ["XLA bf16", "cuDNN bf16"]
+            assert {"dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2", "innerq:bits=1,mode=sym"} <= set(names)
+
+
+def test_tiny_cases_keep_their_sections():
+    for plan in kernels.PLANS:
+        tiny = {case.tiny for case in kernels.planned_cases(plan)}
+        assert {case.section for case in tiny} == {case.section for case in kernels.planned_cases(plan)}
+        assert all(case.shape.tokens <= 2048 for case in tiny)
+        assert len(tiny) < 30
 
 
 def test_the_command_ends_with_the_papers_tables_and_what_it_left_out(

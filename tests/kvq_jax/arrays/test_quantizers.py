@@ -146,8 +146,24 @@ def test_an_outlier_is_kept_and_saturates_at_the_stored_range(scheme: str):
     x = np.zeros((2, GROUP), np.float32)
     x[0, 3], x[1, 3] = 30000.0, 1e30
     found = decoded(x, scheme, 2, "float16")
-    np.testing.assert_allclose(found[:, 3], [30000.0, 32752.0], rtol=2e-3)
+    np.testing.assert_allclose(found[:, 3], [30000.0, 32720.0], rtol=2e-3)
     np.testing.assert_allclose(found[:, 4:], 0, atol=16)
+
+
+@pytest.mark.parametrize("scheme", ["asym", "hybrid"])
+def test_the_largest_code_times_its_scale_is_finite_in_float16(scheme: str):
+    """Kernels multiply the two in float16 before they add the zero point."""
+    ends = np.array([[65504.0, -65504.0], [32752.0, -32752.0], [32720.0, -32720.0], [1e30, -1e30]], np.float32)
+    x = np.concatenate([ends, np.zeros((len(ends), GROUP - 2), np.float32)], axis=1)
+    for bits in (1, 2, 3, 4, 5, 8):
+        codes, scale, zero, found = (np.asarray(a) for a in quantized(jnp.asarray(x), scheme, bits, "float16"))
+        with np.errstate(over="ignore"):
+            product = codes.astype(np.float16) * scale
+        assert np.isfinite(product).all(), f"{bits=}: scale {scale.max()}"
+        assert np.isfinite(product + zero.astype(np.float16)).all()
+        np.testing.assert_allclose(found[:, :2], np.clip(ends, -32720, 32720), rtol=2e-3)
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float16(3) * np.float16(2 * 32752 / 3)), "two bits over all of the range: the limit keeps nothing away"
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=GROUP, max_size=GROUP), st.sampled_from(SCHEMES), st.sampled_from([2, 4]))

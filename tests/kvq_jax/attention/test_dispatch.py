@@ -21,6 +21,7 @@ from tests.compile_options import QUICK_COMPILE
 from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.pallas_kernels.lowering import lower_for_cuda
 
 CAPACITY = 416
 DIMS = CacheDims(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
@@ -70,6 +71,24 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
 
 
+def test_arrays_on_the_cpu_of_a_process_with_a_gpu_are_read_by_xla(monkeypatch):
+    """What nobody named follows the device that the program is compiled for, not the process's first one."""
+    cache, new = kvq.init_cache("kivi:bits=4", DIMS, 2, 160, "bfloat16"), tokens().rows([0, 1]).window(np.zeros(2, int), np.ones(2, int), 1)
+
+    def step(cache, implementation=None):
+        taken = kvq.begin(cache, 1, prefill=False, implementation=implementation)
+        out, taken = kvq.append_and_attend(taken, new.q_rot, new.k_rot, new.v)
+        return out, kvq.finish(taken)
+
+    wanted = jax.jit(functools.partial(step, implementation="xla"))(cache)
+    on_a_gpu(monkeypatch)
+    for one, other in zip(jax.tree.leaves(jax.jit(step)(cache)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert "decode_attention" in lower_for_cuda(step, cache)
+    with pytest.raises(ValueError, match="interpret"):
+        jax.jit(functools.partial(step, implementation="pallas"))(cache)
+
+
 @pytest.mark.parametrize("spec", some(SPECS, USUAL))
 def test_a_kernel_decodes_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
@@ -106,6 +125,8 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
         ("innerq:storage=slot", "k: storage=slot keeps signs and zero points in one word"),
         ("k=dense+v=innerq:group_size=96+cache:block=96", "v: groups of 96 tokens; kernels serve 32, 64, 128"),
         ("k=kivi:group_size=256+v=kivi+cache:recent=32,block=256", "groups of 256 tokens"),
+        ("kivi:scale_dtype=float32", "k: scales in float32; kernels compute with float16"),
+        ("k=dense+v=int4:scale_dtype=bfloat16", "v: scales in bfloat16"),
         ("polarquant:radius_bits=3", "k: 7 bits for a pair at head_dim 64; kernels serve 4, 6, 8"),
         ("polarquant:grid=global", "k: one step of the radii for a whole sequence"),
         ("kivi:recent=400", "fewer than one tile of 32"),

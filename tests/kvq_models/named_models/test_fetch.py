@@ -14,10 +14,10 @@ import time
 import filelock
 import pytest
 
+from kvq_jax.files.user_cache import cache_folder
 from kvq_models.named_models import package_index
 from kvq_models.named_models.fetch import fetch
 from kvq_models.named_models.package_index import FetchError, PackageIndex
-from kvq_models.named_models.published import cache_folder
 from tests.kvq_models.package_server import Server, pinned, serving, tiny
 
 CONTENT = random.Random(0).randbytes(300_000)

@@ -166,6 +166,24 @@ def check_small_weights(case: KernelCase, launch: Launch) -> None:
     assert row_errors(found, wanted).max() < 3e-2
 
 
+@kernel_cases("innerq1_sym_h128_g4", "kivi2_h64_g8_size64")
+def test_rows_at_the_end_of_fp16s_range_are_read(case):
+    check_large_rows(case, INTERPRETED)
+
+
+def check_large_rows(case: KernelCase, launch: Launch) -> None:
+    """Check values as large as scales of float16 can say: codes are multiplied by scales in fp16."""
+    sides = [np.random.default_rng(i).uniform(-1, 1, (1, HEADS, 64, case.head_dim)).astype(np.float32) for i in (0, 1)]
+    sides[1][:, :, ::7], sides[1][:, :, 1::7] = 1, -1
+    sides[1] *= 32752
+    q = np.random.default_rng(2).standard_normal((1, HEADS, case.group, case.head_dim)).astype(np.float32)
+    (k, k_rows), (v, v_rows) = (stored_rows(f, r) for f, r in zip((case.k, case.v), sides, strict=True))
+    assert np.abs(v_rows).max() > 32700
+    found = output(attend(case, jnp.asarray(q), k, v, jnp.array([64]), 64, Tuning(tile=64, cores=HEADS, resident=1), launch))
+    assert row_errors(found, reference(jnp.asarray(q), k_rows, v_rows, (64,))).max() < TOLERANCE
+    assert row_errors(found, reference(jnp.asarray(q), k_rows, v_rows, (63,))).max() > TOLERANCE, "without the last token it would pass"
+
+
 def structs(case: KernelCase, batch: int = 2):
     q = jax.ShapeDtypeStruct((batch, HEADS, case.group, case.head_dim), jnp.float32)
     k, v = (stored_structs(f, batch, HEADS, LONG.capacity, case.head_dim) for f in (case.k, case.v))
@@ -239,3 +257,11 @@ def test_weights_below_the_least_number_of_fp16_still_count_on_a_gpu(case, arith
 def test_other_steps_and_splits_change_nothing_but_rounding_on_a_gpu(case, arithmetic):
     check_splits(case, SHORT, Launch(arithmetic))
     check_lengths(case, SHORT, tuned(2), Launch(arithmetic))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
+@kernel_cases("innerq1_sym_h128_g4", "kivi2_h64_g8_size64")
+def test_rows_at_the_end_of_fp16s_range_are_read_on_a_gpu(case, arithmetic):
+    check_large_rows(case, Launch(arithmetic))

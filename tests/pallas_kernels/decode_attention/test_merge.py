@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import Splits
+from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.launch import Launch
 from tests.pallas_kernels.kernel_cases import row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -70,6 +71,49 @@ def test_no_token_is_zero():
     assert out.dtype == jnp.bfloat16
     assert not np.asarray(out[:2], np.float32).any()
     assert not np.asarray(part.l).any()
+
+
+def pieces_of(limits: np.ndarray, schedule: Schedule, score: np.ndarray, value: np.ndarray) -> Pieces:
+    """Return what programs leave of scores [B, K, S, R] and values [B, K, S, H]; NaN in places of no unit."""
+    padded, per = score.shape[3], schedule.per_program(jnp.int32(schedule.heads * np.sum(-(-limits // schedule.tile))))
+    arrays = [np.full((schedule.pieces, *rest), np.nan, np.float32) for rest in ((padded,), (padded,), (CHANNELS, padded))]
+    number = 0
+    for b, limit in enumerate(limits):
+        for k in range(HEADS):
+            parts: dict[int, list[int]] = {}
+            for tile in range(-(-int(limit) // schedule.tile)):
+                at = tile * schedule.tile
+                parts.setdefault(number // int(per) + b * HEADS + k, []).extend(range(at, min(at + schedule.tile, int(limit))))
+                number += 1
+            for place, own in parts.items():
+                m = score[b, k, own].max(axis=0)
+                weights = np.exp2(score[b, k, own] - m)
+                for array, part in zip(arrays, (m, weights.sum(axis=0), value[b, k, own].T @ weights), strict=True):
+                    array[place] = part
+    m, l, o = map(jnp.asarray, arrays)
+    return Pieces(m, l, o, jnp.asarray(limits, jnp.int32), schedule)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 90])
+@pytest.mark.parametrize("limits", [(64, 0, 33), (1, 640, 64)], ids=str)
+def test_pieces_of_rows_of_any_length_are_merged_with_the_windows(limits, programs):
+    """One row has more pieces than a step of the loop takes, another none; and places of no unit hold NaN."""
+    schedule, rng, group = Schedule(programs, 4, BATCH, HEADS), np.random.default_rng(1), 2
+    [window], scores, values = random_parts((1,), group)
+    score, value = rng.normal(size=(BATCH, HEADS, max(limits), group)) * 4, rng.normal(size=(BATCH, HEADS, max(limits), CHANNELS))
+    pieces = pieces_of(np.array(limits), schedule, score, value)
+    assert np.isnan(np.asarray(pieces.l)).any(), "no place is free: nothing is shown of those"
+    found = np.asarray(merge([window, pieces], jnp.zeros(BATCH, jnp.int32), group, jnp.float32, INTERPRETED)[1])
+    live = np.arange(max(limits))[None, None, :, None] < np.array(limits)[:, None, None, None]
+
+    def softmax(score: np.ndarray, value: np.ndarray, live: np.ndarray) -> np.ndarray:
+        s = np.concatenate([scores, np.where(live, score, -np.inf)], axis=2)
+        weights = np.exp2(s - s.max(axis=2, keepdims=True))
+        return np.einsum("bksr,bksh->bkrh", weights / weights.sum(axis=2, keepdims=True), np.concatenate([values, value], axis=2))
+
+    assert row_errors(found, softmax(score, value, live)).max() < 1e-5
+    fewer = live & (np.arange(max(limits))[None, None, :, None] > 0)
+    assert row_errors(found, softmax(score, value, fewer)).max() > 1e-3, "without a token it would pass"
 
 
 @pytest.mark.parametrize("splits", [(1, 8), (1, 131)], ids=str)

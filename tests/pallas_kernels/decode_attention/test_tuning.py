@@ -110,7 +110,7 @@ def test_programs_share_the_memory_that_their_device_has(monkeypatch):
 def test_devices_of_other_sizes_give_the_same_but_for_rounding(case: KernelCase):
     arrays, launch = stored(case, LONG), Launch(interpret=True)
     found = [outputs(case, arrays, LONG, Tuning(tile=64, cores=cores, resident=2), launch) for cores in (132, 16, 1)]
-    assert [Tuning(tile=64, cores=cores, resident=2).splits(14, LONG.capacity) for cores in (132, 16, 1)] == [6, 2, 1]
+    assert [Tuning(tile=64, cores=cores, resident=2).programs(14, LONG.capacity) for cores in (132, 16, 1)] == [119, 32, 2]
     for other in found[1:]:
         assert row_errors(other, found[0])[1:].max() < 2e-3
         assert row_errors(other[2:], found[0][1:-1]).max() > 3e-2, "rows of other lengths must differ"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays import grouped_array
+from kvq_jax.arrays import grouped_array, uniform
 from kvq_jax.arrays.grouped_array import GroupedArray, GroupFormat, Scheme
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
@@ -149,7 +149,7 @@ def wanted_codes(case: QuantizeCase, rows: jax.Array, divisor: jax.Array | None,
         symmetric = {"sym": np.True_, "asym": np.False_, "hybrid": zero == stored}[case.scheme]
         q = (x - np.where(symmetric, -f.centre * scale, zero)) / scale
     fine = 2.0 ** (21 - f.code_bits)
-    plain = np.isfinite(q) & (scale > 0) & (np.abs(x) < float(jnp.finfo(f.scale_dtype).max) / 2)
+    plain = np.isfinite(q) & (scale > 0) & (np.abs(x) < uniform.saturation_limit(jnp.dtype(f.scale_dtype)))
     q = np.round(np.where(plain, q, 0) * fine) / fine
     top = np.where(symmetric, 2 * f.centre, f.centre)
     return np.where(q - np.floor(q) == 0.5, np.round(q).clip(0, top), codes).astype(np.int64)

@@ -47,9 +47,9 @@ class Case:
 
     @property
     def reader(self) -> PolarReader:
-        found = polar_reader(self.k.layout, self.k.angle_bits, self.k.group_size, self.k.scale_dtype, grouped_angles=True)
+        found = polar_reader(self.k.layout, self.k.angle_bits, self.k.group_size, "float16", grouped_angles=True)
         assert isinstance(found, PolarReader), found
-        return found
+        return dataclasses.replace(found, scale_dtype=self.k.scale_dtype)
 
     @property
     def usual(self) -> Tuning:

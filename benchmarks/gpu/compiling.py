@@ -1,0 +1,51 @@
+"""Programs compiled side by side, each handed on as soon as it is ready: nothing waits for a compilation that is not its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+THREADS = max(1, min(12, (os.cpu_count() or 1) - 2))  # programs compiled at a time; the process that times them keeps a core
+
+
+def as_compiled(
+    compile: Callable[[Item], Result], items: Sequence[Item], threads: int, until: float = float("inf")
+) -> Iterator[tuple[Item, Result]]:
+    """Yield (item, compile(item)) of the first item that is ready, again and again; with one thread, in their order.
+
+    Ends at `until`, on the clock of time.monotonic: what is not begun is dropped, what is being compiled is left behind (`leave`).
+    """
+    if threads == 1:
+        for item in items:
+            if time.monotonic() >= until:
+                return
+            yield item, compile(item)
+        return
+    pool, waiting, rest = concurrent.futures.ThreadPoolExecutor(threads), list[tuple[Item, concurrent.futures.Future]](), list(items)
+    try:
+        while (waiting or rest) and time.monotonic() < until:
+            while rest and len(waiting) < 2 * threads:  # programs that wait to be timed hold memory
+                waiting.append((rest[0], pool.submit(compile, rest.pop(0))))
+            ready = next((pair for pair in waiting if pair[1].done()), None)
+            if ready is None:
+                left = until - time.monotonic()
+                futures = [future for _, future in waiting]
+                concurrent.futures.wait(futures, None if left == float("inf") else left, concurrent.futures.FIRST_COMPLETED)
+                continue
+            waiting.remove(ready)
+            yield ready[0], ready[1].result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process now. A usual end waits for every thread that still compiles, and one may take minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

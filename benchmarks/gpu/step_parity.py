@@ -1,0 +1,189 @@
+"""Many small decode steps through the kernels, held against XLA: windows fill, blocks leave them, rows rest and fill up, all in one batch.
+
+Each step's logits are compared with XLA's for the same tokens; at the end so are the caches, whose codes may differ where an element lies
+midway between two levels. An error that rounding does not explain ends the run with exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+import kvq_jax as kvq
+from benchmarks.cpu.timing import Shape
+from benchmarks.gpu.compiling import THREADS, as_compiled, leave
+from benchmarks.gpu.decode_step import implementation_of, random_llama
+from benchmarks.gpu.kernels import progress, said_wrong
+from benchmarks.gpu.report import GpuReport, KernelRow, one_line
+from benchmarks.report_file import arguments
+from kvq_models import LlamaConfig
+from kvq_models.inference import decoding
+
+CACHES = ("kivi:bits=4", "innerq:bits=2", "kivi:bits=2", "k=polarquant+v=innerq:bits=4")
+STARTS = (0, 127, 95, 260)  # tokens of each row before the first step: none; before, at and behind a block's end
+RESTING = 2  # this row takes no token in every third step
+OTHER_CODES = 1e-3  # the share of a stored array's elements that rounding may change
+MODEL = "a small Llama"
+
+
+def config(head_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+    )
+
+
+def steps_program(llama: Any, cache: kvq.Cache, tokens: Array, active: Array, *, implementation: Any) -> tuple[Array, kvq.Cache]:
+    """Return (logits [N, B, V] of each step, the cache after them) for tokens and active [N, B]."""
+
+    def step(cache: kvq.Cache, now: tuple[Array, Array]) -> tuple[kvq.Cache, Array]:
+        logits, cache = decoding.decode_step(llama, cache, now[0], now[1], implementation=implementation)
+        return cache, logits
+
+    cache, logits = lax.scan(step, cache, (tokens, active))
+    return logits, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The logits [N, B, V] of each step with 0 where a row took no token, and the arrays of the cache after them."""
+
+    logits: np.ndarray
+    stored: list[np.ndarray]
+
+
+def histories(steps: int, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens before the first step [B], tokens [N, B], which rows take one [N, B]); the last row is full before the end."""
+    starts = np.array([*STARTS, capacity - steps + 3], np.int32)
+    tokens = np.random.default_rng(0).integers(0, 256, (steps, len(starts)), np.int32)
+    active = np.ones(tokens.shape, bool)
+    active[::3, RESTING] = False
+    return starts, tokens, active
+
+
+def prompted(llama: Any, spec: str, starts: np.ndarray, capacity: int) -> kvq.Cache:
+    """Return the cache after prompts of these lengths, by XLA."""
+    cache = kvq.init_cache(spec, llama.config, len(starts), capacity, "bfloat16")
+    prompts = np.random.default_rng(1).integers(0, 256, (len(starts), int(starts.max())), np.int32)
+    return decoding.prefill(llama, cache, prompts, starts)[1]
+
+
+def compared(found: Run, wanted: Run) -> tuple[float, str]:
+    """Return (the largest relative error of a step's logits, what is wrong with the cache or ""). The error is NaN where one has NaN and
+    the other has not."""
+    if not np.array_equal(np.isnan(found.logits), np.isnan(wanted.logits)):
+        return float("nan"), ""
+    one, other = (np.nan_to_num(run.logits.astype(np.float64)) for run in (found, wanted))
+    size = np.linalg.norm(other, axis=-1)
+    error = float(np.max(np.linalg.norm(one - other, axis=-1)[size > 0] / size[size > 0]))
+    for i, (mine, theirs) in enumerate(zip(found.stored, wanted.stored, strict=True)):
+        share = np.count_nonzero(mine != theirs) / max(mine.size, 1)
+        if share > OTHER_CODES:
+            return error, f"array {i} of the cache, {mine.dtype}{mine.shape}: {share:.1e} of it differs"
+    return error, ""
+
+
+def run(
+    specs: Sequence[str], names: Sequence[str], head_dim: int, steps: int, report: GpuReport, path: str, threads: int, seconds: float
+) -> None:
+    """Add a row for each cache and implementation but XLA, which is run for each cache first."""
+    until, capacity = time.monotonic() + seconds, 448
+    starts, tokens, active = histories(steps, capacity)
+    llama = random_llama(config(head_dim))
+    shape = Shape(len(starts), capacity, head_dim, 2, 4)
+    prompts = {spec: prompted(llama, spec, starts, capacity) for spec in specs}
+    programs = [(spec, name) for spec in specs for name in ("xla", *names)]
+
+    def compiled(program: tuple[str, str]) -> Any:
+        spec, name = program
+        function = functools.partial(steps_program, implementation=implementation_of(name))
+        try:
+            return jax.jit(function).lower(llama, prompts[spec], jnp.asarray(tokens), jnp.asarray(active)).compile()
+        except Exception as error:
+            return one_line(error)
+
+    runs: dict[tuple[str, str], Run | str] = {}
+    progress(f"{len(programs)} programs of {steps} steps, head dim {head_dim}, {threads} compiled at a time")
+    for (spec, name), program in as_compiled(compiled, programs, threads, until):
+        runs[spec, name] = _ran(program, llama, prompts[spec], tokens, active)
+        for other in names:
+            if {(spec, other), (spec, "xla")} <= runs.keys() and not any(row.case[3:] == (spec, other) for row in report.rows):
+                report.rows.append(_row(shape, spec, other, runs[spec, other], runs[spec, "xla"]))
+                report.write(path)
+                row = report.rows[-1]
+                progress(f"    {row.name:50s} {'' if row.error is None else f'{row.error:.1e}'} {row.wrong}")
+    compared_rows = {row.case[3:] for row in report.rows}
+    report.skipped += [f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows]
+    report.write(path)
+
+
+def _ran(program: Any, llama: Any, cache: kvq.Cache, tokens: np.ndarray, active: np.ndarray) -> Run | str:
+    if isinstance(program, str):
+        return program
+    try:
+        logits, after = program(llama, cache, jnp.asarray(tokens), jnp.asarray(active))
+        stored = [np.asarray(array) for array in jax.tree.leaves(after.layers)]
+        return Run(np.where(active[..., None], np.asarray(logits), 0), stored)
+    except Exception as error:
+        return one_line(error)
+
+
+def _row(shape: Shape, spec: str, name: str, found: Run | str, wanted: Run | str) -> KernelRow:
+    row = KernelRow("parity", MODEL, shape, spec, name)
+    for run in (found, wanted):
+        if isinstance(run, str):
+            return dataclasses.replace(row, failure=run)
+    assert isinstance(found, Run)
+    assert isinstance(wanted, Run)
+    error, wrong = compared(found, wanted)
+    return dataclasses.replace(row, error=error, failure=wrong)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.step_parity",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", required=True, help="where the rows go, after every comparison")
+    parser.add_argument("--cache", nargs="+", default=CACHES, metavar="SPEC", help="caches to compare")
+    parser.add_argument("--steps", type=int, default=80, metavar="N", help="decode steps; within 80 several blocks leave a window")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128, help="of the model")
+    parser.add_argument("--seconds", type=float, default=40, metavar="S", help="compare nothing more after so long")
+    parser.add_argument("--threads", type=int, default=THREADS, metavar="N", help="programs compiled at a time")
+    parser.add_argument("--interpret", action="store_true", help="evaluate kernels with JAX, on any device")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argument_parser()
+    args = parser.parse_args(argv)
+    if jax.default_backend() != "gpu" and not args.interpret:
+        parser.exit(2, f"kernels need a GPU, this process runs on {jax.default_backend()}; --interpret runs them anyway\n")
+    report = GpuReport.here("Parity of decode steps", ("benchmarks.gpu.step_parity", *arguments(argv)))
+    names = ("interpreted",) if args.interpret else ("asm", "jnp")
+    run(args.cache, names, args.head_dim, args.steps, report, args.json, args.threads, args.seconds)
+    if report.skipped:
+        progress(f"left out for lack of time: {'; '.join(report.skipped)}")
+    return said_wrong(report) or int(not report.rows)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,153 @@
+"""Share out the live tiles of a ragged batch among a fixed number of programs, by the rows' lengths, on the device.
+
+    unit u = row * heads + head    has  tiles_u = ceil(limits[row] / tile)  tiles; all units' tiles, in order, are numbered 0 .. T - 1
+    program p                      reads tiles  p * per .. min((p + 1) * per, T) - 1,      per = max(LEAST, ceil(T / programs))
+
+So no program reads more than its share, however the lengths differ, and what a batch takes follows from its live tokens: not from its
+capacity, nor from its longest row. A program that reads tiles of several units leaves a piece for each: piece p + u. Those of one unit lie
+side by side, and their places follow from the lengths alone, so the kernel that merges them needs no table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+LEAST = 2  # tiles of a program: its first one arrives after a while, in which nothing is computed
+
+
+class Run(NamedTuple):
+    """Neighbouring tiles of one unit, which a program reads: first <= tile < end, of a row's first `limit` tokens."""
+
+    row: Int[Array, ""]
+    head: Int[Array, ""]
+    first: Int[Array, ""]
+    end: Int[Array, ""]
+    limit: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """programs: of the launch, no more than run at a time. tile: tokens. batch, heads: rows and KV heads."""
+
+    programs: int
+    tile: int
+    batch: int
+    heads: int
+
+    @property
+    def units(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def pieces(self) -> int:
+        """Return how many places for pieces there are; not all of them are used."""
+        return self.programs + self.units
+
+    @property
+    def usual_pieces(self) -> int:
+        """Return the pieces of a unit where all rows are equally long, the first and the last of which may be short."""
+        return pl.cdiv(self.programs, self.units) + 1
+
+    def per_program(self, total: Int[Array, ""]) -> Int[Array, ""]:
+        """Return how many of `total` tiles a program reads, at most."""
+        return jnp.maximum(pl.cdiv(total, self.programs), LEAST)
+
+    def tiles(self, limits_ref: Any) -> tuple[Int[Array, " rows"], Int[Array, " rows"], Int[Array, " rows"]]:
+        """Read (row number, limit, tiles of one head) of each row, padded to a power of two with rows without tokens."""
+        row = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(self.batch),), 0)
+        limits = jnp.where(row < self.batch, limits_ref[jnp.minimum(row, self.batch - 1)], 0)
+        return row, limits, pl.cdiv(limits, self.tile)
+
+    def share(self, limits_ref: Any, program: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Return (first, end) of a program's tiles among all."""
+        total = self.heads * jnp.sum(self.tiles(limits_ref)[2])
+        per = self.per_program(total)
+        return jnp.minimum(program * per, total), jnp.minimum((program + 1) * per, total)
+
+    def run(self, limits_ref: Any, at: Int[Array, ""], end: Int[Array, ""]) -> Run:
+        """Return the tiles from number `at` on, up to `end` or to the end of their unit. at < T."""
+        row, limits, tiles = self.tiles(limits_ref)
+        ends = self.heads * (jnp.cumsum(tiles) if self.batch > 1 else tiles)
+        before = ends <= at
+        found = jnp.sum(before.astype(jnp.int32))
+        count, limit = (jnp.sum(jnp.where(row == found, numbers, 0)) for numbers in (tiles, limits))
+        place = at - jnp.max(jnp.where(before, ends, 0))
+        head = lax.div(place, jnp.maximum(count, 1))
+        first = place - head * count
+        return Run(found, head, first, jnp.minimum(count, first + end - at), limit)
+
+    def pieces_of(self, limits_ref: Any, number: Int[Array, ""], head: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Return (first, end) of the places of a unit's pieces."""
+        row, _, tiles = self.tiles(limits_ref)
+        per = self.per_program(self.heads * jnp.sum(tiles))
+        count = jnp.sum(jnp.where(row == number, tiles, 0))
+        start = self.heads * jnp.sum(jnp.where(row < number, tiles, 0)) + head * count
+        unit = number * self.heads + head
+        first = lax.div(start, per)
+        return first + unit, jnp.where(count > 0, lax.div(start + count - 1, per) + 1, first) + unit
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["m", "l", "o", "limits"], meta_fields=["schedule"])
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Attention over what each program read of each unit, as `Splits` holds it: P = schedule.pieces places, some of which hold nothing."""
+
+    m: Float[Array, "P R"]
+    l: Float[Array, "P R"]
+    o: Float[Array, "P H R"]
+    limits: Int[Array, " B"]
+    schedule: Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """An array [B, K, ...] in memory at one row and head, indexed as its other axes; either axis may be shorter, where neighbours share an
+    entry. It is what a block of the array would be, for a row that is known when the kernel runs."""
+
+    ref: Any
+    row: Int[Array, ""]
+    head: Int[Array, ""]
+    schedule: Schedule
+
+    @property
+    def _place(self) -> tuple[Any, Any]:
+        sizes = zip((self.row, self.head), self.ref.shape[:2], (self.schedule.batch, self.schedule.heads), strict=True)
+        first, second = (0 if size == 1 else at if size == whole else lax.div(at, jnp.int32(whole // size)) for at, size, whole in sizes)
+        return first, second
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ref.shape[2:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.ref.dtype
+
+    @property
+    def at(self) -> _At:
+        return _At(self)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.ref[self.place(index)]
+
+    def place(self, index: Any) -> tuple[Any, ...]:
+        """Return the index of the whole array."""
+        return (*self._place, *(index if isinstance(index, tuple) else (index,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    """What `Unit.at` gives, for loads and stores with masks."""
+
+    unit: Unit
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.unit.ref.at[self.unit.place(index)]

@@ -1,0 +1,133 @@
+"""Kernels run in assembly where its self-test has passed on this kind of device, and the verdict is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.attention import arithmetic, dispatch
+from kvq_jax.files.user_cache import cache_folder
+from pallas_kernels.launch import Launch
+from tests.kvq_jax.attention.test_dispatch import DIMS, plan_of
+
+HEADS = DIMS.num_attention_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What is asked of a device."""
+
+    device_kind: str
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+
+
+GPU = Device("NVIDIA H200")
+
+
+class Answering:
+    """Stands for the self-test: answers, and counts what it is asked."""
+
+    def __init__(self, answer: str | None):
+        self.answer, self.asked = answer, list[str]()
+
+    def __call__(self, format: Any, device: Any) -> str | None:
+        self.asked.append(f"{format}")
+        return self.answer
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "kvq"))
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this process has a GPU."""
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [GPU])
+    monkeypatch.setattr(dispatch, "no_device", lambda kernels="pallas": None)
+    monkeypatch.setattr(dispatch, "_kernels_here", lambda: "pallas")
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: str | None) -> Answering:
+    test = Answering(answer)
+    monkeypatch.setattr(arithmetic, "verdict", functools.partial(arithmetic.verdict, test=test))
+    return test
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize(("answer", "wanted"), [(None, "asm"), ("attention differs", "jnp")])
+def test_assembly_runs_where_its_test_passes_and_only_there(monkeypatch, answer, wanted):
+    answering(monkeypatch, answer)
+    for implementation in (None, "pallas"):
+        assert dispatch.choose(implementation, plan_of("kivi:bits=4"), HEADS, 1) == Launch(wanted)
+
+
+def test_a_verdict_is_kept_for_its_device_and_format_alone():
+    kivi, innerq = (arithmetic.format_of(plan_of(spec), HEADS) for spec in ("kivi:bits=4", "innerq:bits=2"))
+    other = Device("NVIDIA A100")
+    first = arithmetic.verdict(kivi, GPU, Answering("attention differs"))
+    later = Answering(None)  # another process: nothing in memory, but the same folder
+    assert arithmetic.verdict(kivi, GPU, later) == first
+    assert not later.asked
+    assert arithmetic.verdict(innerq, GPU, later).difference is None
+    assert arithmetic.verdict(kivi, other, later).difference is None
+    assert len(later.asked) == 2
+    assert len(list((cache_folder() / "kernels").glob("*.json"))) == 3
+
+
+def test_a_file_that_cannot_be_read_is_tested_again():
+    format = arithmetic.format_of(plan_of("kivi:bits=4"), HEADS)
+    arithmetic.verdict(format, GPU, Answering("attention differs"))
+    [file] = (cache_folder() / "kernels").glob("*.json")
+    file.write_text('{"device": "NVIDIA')
+    assert arithmetic.verdict(format, GPU, Answering(None)).difference is None
+
+
+def test_changed_kernels_are_tested_again(monkeypatch):
+    format = arithmetic.format_of(plan_of("kivi:bits=4"), HEADS)
+    arithmetic.verdict(format, GPU, Answering(None))
+    monkeypatch.setattr(arithmetic, "_sources", lambda: "other code")
+    assert arithmetic.verdict(format, GPU, Answering("attention differs")).difference == "attention differs"
+
+
+def test_the_test_computes_while_a_step_is_traced():
+    """The choice is made inside of jit, where an array would be a tracer."""
+    seen: list[float] = []
+
+    def test(format: Any, device: Any) -> str | None:
+        seen.append(float(jnp.sum(jnp.ones(3))))
+        return None
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        arithmetic.verdict(arithmetic.format_of(plan_of("kivi:bits=4"), HEADS), GPU, test)
+        return x
+
+    step(jnp.ones(2))
+    assert seen == [3.0]
+
+
+def test_without_a_gpu_nothing_is_tested(monkeypatch):
+    test = answering(monkeypatch, None)
+    assert arithmetic.arithmetic_of(plan_of("kivi:bits=4"), HEADS) == "jnp"
+    assert dispatch.arithmetic_here([plan_of("kivi:bits=4")], HEADS).startswith("not tested: kernels need a GPU")
+    assert not test.asked
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_the_doctor_says_what_was_found(monkeypatch):
+    plans = kvq.layout("kivi:bits=4,skip_layers=0", DIMS, 1, 416, "bfloat16").plans
+    answering(monkeypatch, None)
+    assert dispatch.arithmetic_here(plans, HEADS) == f"assembly: its self-test passed on NVIDIA H200 with JAX {jax.__version__}"
+    plans = [plan_of("innerq:bits=2")]
+    answering(monkeypatch, "attention differs by 1.0e+00")
+    said = dispatch.arithmetic_here(plans, HEADS)
+    assert said == "array operations where assembly fails its self-test on NVIDIA H200: attention differs by 1.0e+00"

@@ -1,0 +1,62 @@
+"""The self-test that decides whether kernels run in assembly, with the emulator of PTX in the place of a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_jax.attention.arithmetic import format_of
+from pallas_kernels import self_test
+from pallas_kernels.launch import Launch
+from tests.exhaustive import some
+from tests.kvq_jax.attention.test_dispatch import DIMS, SPECS
+from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
+
+SERVED = ("kivi:bits=4", *SPECS)
+
+
+def format(spec: str) -> self_test.Format:
+    return format_of(kvq.layout(spec, DIMS, 1, 416, "bfloat16").plans[0], DIMS.num_attention_heads)
+
+
+@pytest.mark.usefixtures("assembler")
+@pytest.mark.parametrize("spec", some(SERVED, ("kivi:bits=4",)))
+def test_right_assembly_passes(spec):
+    assert self_test.difference(format(spec), Emulated()) is None
+
+
+@pytest.mark.usefixtures("assembler")
+def test_wrong_assembly_is_told_from_right(monkeypatch):
+    """A shift by one bit more, as a compiler's mistake would be: other codes, and scores that are finite all the same."""
+    right = INSTRUCTIONS["lop3.b32"]
+    monkeypatch.setitem(INSTRUCTIONS, "lop3.b32", lambda a, *rest: right(a >> np.uint32(1), *rest))
+    found = self_test.difference(format("kivi:bits=4"), Emulated())
+    assert found is not None
+    assert "attention differs by" in found
+
+
+def test_what_cannot_run_is_told_in_one_line():
+    """Assembly on a CPU: the compiler refuses it."""
+    found = self_test.difference(format("kivi:bits=4"), Launch("asm"), jax.devices("cpu")[0])
+    assert found is not None
+    assert found.startswith("it cannot run: ")
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("spec", SERVED)
+def test_every_format_has_random_arrays_that_its_reader_takes(spec):
+    for reader in (format(spec).keys, format(spec).values):
+        arrays = self_test.random_arrays(reader, np.random.default_rng(0))
+        assert all(np.isfinite(a.astype(np.float64)).all() for a in arrays if a.dtype != np.uint16)
+        assert len(reader.arrays([jnp.asarray(a) for a in arrays])) >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SERVED)
+def test_assembly_passes_on_a_gpu(spec):
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    assert self_test.difference(format(spec), Launch("asm")) is None
