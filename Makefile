@@ -22,7 +22,7 @@ test: $(VENV)/.kvq-test
 
 # the GPU kernels, compiled for GPUs that are not there
 aot: $(VENV)/.kvq-aot
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 -m aot tests/aot $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal -m aot tests/aot $(ARGS)
 
 lint: $(VENV)/.kvq-test
 	$(VENV)/bin/ruff check .

@@ -30,17 +30,26 @@ def overflowing(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
     return directory
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_ends_with_a_status_of_its_own(command: str, model, overflowing, tmp_path, run):
+@pytest.fixture
+def ended(run, tmp_path: pathlib.Path):
+    """ended(command, model) -> (exit code, stderr)."""
     (tmp_path / "text.txt").write_text(PROMPT)
 
-    def ended(directory: pathlib.Path) -> tuple[int, str]:
-        names = {"model": directory, "text": tmp_path / "text.txt", "out": tmp_path / "out"}
+    def call(command: str, model: pathlib.Path) -> tuple[int, str]:
+        names = {"model": model, "text": tmp_path / "text.txt", "out": tmp_path / "out"}
         code, _, err = run(*[part.format(**names) for part in COMMANDS[command]])
         return code, err
 
-    code, err = ended(overflowing)
+    return call
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_ends_with_a_status_of_its_own(command: str, ended, overflowing: pathlib.Path):
+    code, err = ended(command, overflowing)
     assert code == 3, err
     errors = [line for line in err.splitlines() if line.startswith("kvq: error: ")]
     assert errors == [f"kvq: error: the model computed numbers that are not finite (nan or inf) with {CACHE}"], err
-    assert ended(model)[0] == 0, "control: the same model before"
+
+
+def test_the_same_model_before_its_weights_grew_ends_well(ended, model: pathlib.Path):
+    assert ended("eval", model)[0] == 0

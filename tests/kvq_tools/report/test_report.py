@@ -307,12 +307,11 @@ def test_the_page_can_be_made_again_from_json_alone(made, tmp_path):
     fields = json.loads((made / "report.json").read_text())
     fields["caches"][0]["kl"] *= 2
     (tmp_path / "other.json").write_text(json.dumps(fields))
-    assert call("report", "--from", tmp_path / "other.json", "--out", tmp_path) == 0
-    for name in ("index.html", "pareto_kl.png"):
-        assert (tmp_path / name).read_bytes() != (made / name).read_bytes(), f"{name} does not depend on the numbers"
+    other = quality.pareto_kl(schema.read(tmp_path / "other.json"))
+    assert other.light != (made / f"{other.name}.png").read_bytes(), "a picture does not depend on the numbers"
 
 
-def test_numbers_that_are_not_finite_and_times_that_were_not_taken_are_left_out(report):
+def test_numbers_that_are_not_finite_and_times_that_were_not_taken_are_left_out(made, report):
     lost = dataclasses.replace(report.caches[0], kl=None, perplexity=None, kl_by_position=(None,) * 4, nats=(None,) * 4)
     changed = dataclasses.replace(report, caches=(lost, report.caches[1]), speed=None)
     assert quality.front_by(changed, "kl") == (False, True)
@@ -321,7 +320,7 @@ def test_numbers_that_are_not_finite_and_times_that_were_not_taken_are_left_out(
     assert row
     assert row[1].startswith("<td></td><td>–</td>"), row[1][:80]
     assert "Decode steps" not in text
-    assert "Decode steps" in page.html(report, page.sections(report))
+    assert "Decode steps" in (made / "index.html").read_text()
 
 
 def test_a_cache_of_which_nothing_is_read_quantized_is_told_loudly(report):
