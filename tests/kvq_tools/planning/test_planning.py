@@ -29,9 +29,7 @@ STEP = 4
 def drawn(layers: int, chunks: int, seed: int = 0) -> Costs:
     rng = np.random.default_rng(seed)
     energies = np.sort(np.exp(rng.normal(0, 2, (layers, 2, chunks)) + rng.normal(0, 1, (layers, 2, 1))), axis=-1)[..., ::-1]
-    sides = itertools.product(range(layers), enumerate(SIDES))
-    measured = {(l, side): {2: 0.3 * energies[l, s].sum(), 6: 0.2 * energies[l, s].sum()} for l, (s, side) in sides}
-    return Costs(energies, measured)
+    return Costs(energies, {(l, side): {2: 0.5, 6: rng.uniform(1, 3)} for l, side in itertools.product(range(layers), SIDES)})
 
 
 # --- allocation ---------------------------------------------------------------------------------------------------------------------------
@@ -65,11 +63,12 @@ def test_a_model_has_few_pairs_of_widths_and_more_bits_cost_less():
 
 def test_costs_are_those_measured_and_between_them_follow_the_energies():
     costs = drawn(layers=1, chunks=4)
-    for count, kl in costs.measured[0, "v"].items():
-        assert costs.cost(0, "v", costs.best(0, "v", count)) == pytest.approx(kl)
+    for count, ratio in costs.ratios[0, "v"].items():
+        widths = costs.best(0, "v", count)
+        assert costs.cost(0, "v", widths) == pytest.approx(ratio * costs.expected(0, "v", widths))
     low, middle, high = (costs.ratio(0, "v", n) for n in (2, 4, 6))
     assert middle == pytest.approx(np.sqrt(low * high))
-    assert dataclasses.replace(costs, measured={}).ratio(0, "v", 4) == 1
+    assert dataclasses.replace(costs, ratios={}).ratio(0, "v", 4) == 1
 
 
 def test_fewer_bits_than_sides_are_refused():
