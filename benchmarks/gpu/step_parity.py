@@ -127,7 +127,7 @@ def run(
                 row = report.rows[-1]
                 progress(f"    {row.name:50s} {'' if row.error is None else f'{row.error:.1e}'} {row.wrong}")
     compared_rows = {row.case[3:] for row in report.rows}
-    report.skipped += [f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows]
+    report.skipped.extend(f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows)
     report.write(path)
 
 
