@@ -219,9 +219,9 @@ def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
-    """Return the largest cache of each other method that stores no more bits, the larger ones first."""
-    fitting: dict[str, tuple[float, str]] = {}
-    for spec in RIVALS:
+    """Return the largest cache of each other method that stores no more bits, the larger ones first, with waterfill's windows."""
+    own, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
+    for spec in (f"{rival},sink={own.sink},recent={own.recent}" for rival in RIVALS):
         try:
             stored = kvq.body_bits_per_element(spec, config)
         except ValueError:

@@ -287,7 +287,7 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
 # --- the command itself -------------------------------------------------------------------------------------------------------------------
 
 
-WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan")
+WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan", "quantize-weights")
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)

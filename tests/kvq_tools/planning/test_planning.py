@@ -204,7 +204,7 @@ def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_t
     found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
     checked = {cache["name"]: cache for cache in found["caches"] if cache["measured_kl"] is not None}
     assert checked[found["chosen"]]["measured_kl"] == min(cache["measured_kl"] for cache in checked.values())
-    assert "turboquant:bits=1" in checked
+    assert "turboquant:bits=1,sink=32,recent=96" in checked
     assert not any("kivi" in name for name in checked), "it has more bits than the budget"
     assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
     assert {(side["layer"], side["side"]) for side in found["sides"]} == {(0, "k"), (0, "v"), (1, "k"), (1, "v")}
