@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import mesh, overview, serving, serving_soak, soak
-from benchmarks.cpu import generation
+from benchmarks import drafts, mesh, overview, serving, serving_soak, serving_start, soak
+from benchmarks.cpu import generation, roofline
 from benchmarks.cpu import page as cpu_page
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.gpu import page as gpu_page
@@ -21,7 +21,7 @@ from benchmarks.machine_code import launches
 from benchmarks.machine_code import report as machine_code
 from benchmarks.markdown import table
 from benchmarks.overview import OverviewReport
-from benchmarks.quality import key_bias, layer_similarity, long_context_report, outlier_channels, squat_subspace_report
+from benchmarks.quality import joint_weights, key_bias, layer_similarity, long_context_report, outlier_channels, squat_subspace_report
 from benchmarks.quality import page as quality_page
 from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS, Report
@@ -60,6 +60,7 @@ KINDS = (
         "launches*", launches.LaunchReport, launches.page, _always("what a layer of a decode step launches on a GPU, with estimated times")
     ),
     Kind("quality_*", QualityReport, quality_page.page, _always("perplexity, KL and size of caches, read through the real cache")),
+    Kind("joint_weights*", joint_weights.JointReport, joint_weights.page, _always("perplexity with quantized weights, caches, and both")),
     Kind("key_bias*", key_bias.BiasReport, key_bias.page, _always("KL of caches of a model with a large key bias, and without the bias")),
     Kind(
         "long_context*",
@@ -96,12 +97,22 @@ KINDS = (
         _always("memory, compilations, and answers against those given alone, over very many requests"),
     ),
     Kind(
+        "serving_start*",
+        serving_start.StartReport,
+        serving_start.page,
+        _always("seconds from an empty machine to the first streamed token"),
+    ),
+    Kind(
         "serving*",
         serving.ServingReport,
         serving.page,
         _always("requests a second and time to first token through slots, sequences in equal memory, prefixes that come back"),
     ),
+    Kind("drafts*", drafts.DraftReport, drafts.page, _always("greedy decoding with drafts looked up in the text, and without")),
     Kind("mesh*", mesh.MeshReport, mesh.page, _always("decode steps on virtual devices, and what their collectives cost")),
+    Kind(
+        "roofline*", roofline.RooflineReport, roofline.page, _always("the CPU kernel's time beside memory's and arithmetic's, instructions")
+    ),
     Kind("generation*", generation.GenerationReport, generation.page, _always("tokens a second with kvq's caches and with transformers'")),
     Kind("*", CpuReport, cpu_page.page, cpu_page.subject),
 )

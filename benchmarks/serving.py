@@ -244,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", default="smollm2", help="a checkpoint (default: %(default)s)")
     parser.add_argument("--cache", nargs="+", default=list(CACHES), metavar="SPEC", help="caches (default: %(default)s)")
+    parser.add_argument("--timed", nargs="*", metavar="SPEC", help="those of them whose requests and prefixes are timed (default: all)")
     parser.add_argument("--slots", nargs="*", type=int, default=[1, 2, 4, 8], metavar="B", help="slots (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests, all at once (default: %(default)s)")
     parser.add_argument("--prompt", nargs=2, type=int, default=[32, 256], metavar="N", help="least and most tokens (default: %(default)s)")
@@ -256,14 +257,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     most = args.prompt[1] + args.new[1]
     if args.requests < 1 or min(args.prompt[0], args.new[0]) < 1 or most > args.capacity or any(slots < 1 for slots in args.slots):
         parser.error(f"requests, slots and tokens are at least 1, and {most} tokens must fit --capacity {args.capacity}")
+    timed = args.cache if args.timed is None else args.timed
+    if not set(timed) <= set(args.cache):
+        parser.error(f"--timed names caches of --cache, which are {', '.join(args.cache)}")
     plain, _ = load_llama(args.model, dtype="float32")
     requests = requests_of(args.requests, args.prompt, args.new, plain.config.vocab_size)
     rows = []
-    for cache in args.cache if args.slots else ():
+    for cache in timed if args.slots else ():
         llama = prepare(plain, cache)
         rows.append(one_at_a_time(llama, cache, args.capacity, requests))
         rows += [through_slots(llama, cache, slots, args.capacity, requests) for slots in args.slots]
-    prefixes = tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in args.cache) if args.prefix > 0 else ()
+    prefixes = tuple(prefix_of(prepare(plain, cache), cache, args.prefix) for cache in timed) if args.prefix > 0 else ()
     memory = int(args.memory * 2**30)
     report = ServingReport(
         title="Requests through slots of one cache",

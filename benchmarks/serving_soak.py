@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.journal import Journal
 from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, from_json, header
 from benchmarks.resources import mappings, resident_bytes
@@ -34,6 +33,7 @@ from kvq_models import load_llama, prepare
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Ended, Request, Token
 from kvq_models.inference.sampling import Sampling
+from kvq_tools.evaluation.journal import Journal
 
 CACHE = "kivi:bits=2,recent=32,block=32"
 SLOTS, CAPACITY, QUEUE = 8, 256, 64
@@ -171,7 +171,7 @@ def page(report: ServingSoakReport, file: pathlib.Path) -> str:
     said = (
         f"{last.requests:,} of {report.requests:,} requests of {report.pool} kinds through {report.slots} slots of {report.capacity} "
         f"tokens of {report.model} with `{report.cache}`. {last.new_tokens:,} tokens were drawn, {last.left:,} clients left early. The "
-        f"engine has {last.programs} programs."
+        f"engine has {last.programs} programs: two, and one for each width of a prompt's chunks."
     )
     wrong = (
         f"Not equal to the answer alone: request {', '.join(map(str, last.different))}."

@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.quality.journal import Journal
 from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, from_json, header
 from benchmarks.resources import mappings, resident_bytes
 from kvq_models import Llama, decode_step, load_llama, prefill, prepare
 from kvq_models.inference.method_parameters import parameters_for
+from kvq_tools.evaluation.journal import Journal
 
 CACHES = ("innerq:bits=2", "kivi:bits=2", "polarquant")
 BATCH, CAPACITY, PROMPT = 2, 384, 64

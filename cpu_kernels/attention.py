@@ -29,6 +29,7 @@ class Windows(NamedTuple):
     values: tuple[Float[Array, "B K E0 H"], Float[Array, "B K E1 H"]]
 
 
+TOGETHER = 32  # neighbouring tokens of keys before RoPE that are rotated from the position of the first (kDecoded of csrc/body.h)
 WINDOW_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -44,9 +45,9 @@ def decode_attention(
     """Return (m, l, o), fp32, of R = G * T query rows of each KV head, row g * T + t of which sees the first limits[b, t] tokens.
 
     q is not scaled. keys, values: a description and the stored arrays [B, K, ...]: words of each plane set, a table if there is one, the
-    scale, the zero point if one is stored. windows: attended to as well, where T is 1. What lies beyond the limits is never used, whatever
-    it is; m is -1e30 where nothing is seen. Everything is computed in fp32. Raises ValueError where the library is missing; arrays that do
-    not fit the descriptions are an error of XLA when the call runs.
+    scale, the zero point if one is stored, and what else the description asks for (csrc/ffi.cc). windows: attended to as well, where T is
+    1. What lies beyond the limits is never used, whatever it is; m is -1e30 where nothing is seen. Everything is computed in fp32. Raises
+    ValueError where the library is missing; arrays that do not fit the descriptions are an error of XLA when the call runs.
     """
     if reason := unavailable():
         raise ValueError(reason)

@@ -8,18 +8,25 @@ from typing import Literal
 import numpy as np
 
 Affine = Literal["token groups", "channel groups", "channels"]
+Form = Literal["codes", "rows", "polar"]
 _AFFINE = ("token groups", "channel groups", "channels")
-_SCALE_DTYPES = ("float16", "bfloat16", "float32")
+_FORMS = ("codes", "rows", "polar")
+_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
     """vector[t, c] = entry(code[t, c]) * scale + zero, the entry being the code itself or that of a table. Static and hashable.
 
-    bits, low_bits: of a code, and those of its first plane set. channels: H. chunks, width, slots, span: of the plane layout (c, W, n, P).
-    affine: what has a scale and a zero point of its own; stored are [S / group, H] for "token groups", [H / group, S] for "channel groups",
-    [H] for "channels". heads: neighbouring heads that share them. scale_dtype: theirs; 16-bit floats come as uint16 that holds their bits.
-    centre: the code that stands for 0 where no zero point is stored, else None. table: codes index a table of 2^bits entries, fp32.
+    form: "codes" are that; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar" keys are (r cos(a), r sin(a)) for each of
+    H / 2 pairs, from codes radius << angle_bits | angle, with r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise.
+
+    bits, low_bits: of a code, and those of its first plane set. channels: H, or H / 2 of polar keys. chunks, width, slots, span: of the
+    plane layout (c, W, n, P). affine: what has a scale and a zero point of its own; stored are [S / group, H] for "token groups", [H /
+    group, S] for "channel groups", [H] for "channels". heads: neighbouring heads that share them. scale_dtype: theirs; 16-bit floats come
+    as uint16 that holds their bits. centre: the code that stands for 0 where no zero point is stored, else None. table: codes index a table
+    of 2^bits entries, fp32. pool: the tokens that share slots for outliers, which are added, of residual_dtype; 0 for none. rotated: keys
+    before RoPE, to be rotated.
     """
 
     bits: int
@@ -35,12 +42,20 @@ class Body:
     scale_dtype: str = "float16"
     centre: int | None = None
     table: bool = False
+    form: Form = "codes"
+    pool: int = 0
+    rotated: bool = False
+    angle_bits: int = 0
+    residual_dtype: str = "float16"
+    root: bool = False
 
     def fields(self) -> np.ndarray:
         """Return the fields as the kernels read them, int64."""
         numbers = dataclasses.asdict(self) | {
             "affine": _AFFINE.index(self.affine),
-            "scale_dtype": _SCALE_DTYPES.index(self.scale_dtype),
+            "scale_dtype": _DTYPES.index(self.scale_dtype),
+            "residual_dtype": _DTYPES.index(self.residual_dtype),
             "centre": -1 if self.centre is None else self.centre,
+            "form": _FORMS.index(self.form),
         }
         return np.array(list(numbers.values()), np.int64)

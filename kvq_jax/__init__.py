@@ -26,6 +26,7 @@ from kvq_jax.cache.cache import Cache, CacheDims, axes, has_prompt_statistics, i
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.overflow import Overflow, overflowed
 from kvq_jax.cache.parameters import calibrate_layer, prepare_layer
+from kvq_jax.cache.parking import park, unpark
 from kvq_jax.cache.roundtrip import roundtrip, roundtrip_layer
 from kvq_jax.cache.row_operations import merge_rows, repeat_rows, replace_row, select_rows, trim
 from kvq_jax.cache.serialization import fingerprint, load_beside, load_cache, save_cache, saved_layout
@@ -76,6 +77,7 @@ __all__ = [
     "outlier_fraction",
     "outlier_totals",
     "overflowed",
+    "park",
     "parse",
     "prepare_layer",
     "quantized_tokens",
@@ -89,4 +91,5 @@ __all__ = [
     "select_rows",
     "trim",
     "unmet_options",
+    "unpark",
 ]

@@ -27,6 +27,7 @@ hypothesis.settings.load_profile("kvq")
 
 # The files that take longest, in order: a long file that comes last keeps one worker busy while the other waits.
 LONGEST = (
+    "tests/test_multi_device.py",
     "tests/benchmarks/gpu/test_kernel_benchmarks.py",
     "tests/benchmarks/quality/test_quality.py",
     "tests/kvq_models/inference/test_decoding.py",
@@ -41,6 +42,12 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run slow tests over all their cases, not over one of each kind")
+
+
+def pytest_report_header() -> str:
+    from kvq_jax.attention import dispatch  # not before the hook that checks types
+
+    return f"kernels here: {dispatch.kernels_here()}"
 
 
 def place(item: pytest.Item) -> tuple[int, int]:

@@ -112,6 +112,8 @@ METHOD_CASES = (
     MethodCase("values_only", "k=dense+v=innerq:bits=8,mode=sym+cache:sink=0,recent=4,block=16", 13.0, 0.002379),
 )
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 
 def kind(spec: str) -> str:
     """Name the way in which a spec stores tokens: its method without bits, `k` for one on each side, or the option that changes rows.
@@ -126,14 +128,15 @@ def kind(spec: str) -> str:
 ONE_OF_EACH = tuple({kind(case.spec): case for case in reversed(METHOD_CASES)}.values())
 
 
-def cases(*ids: str, every: bool = False) -> pytest.MarkDecorator:
+def cases(*ids: str, every: bool = False, usual: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """Parametrizes a test over the table, or over the rows named. Of the table, rows outside ONE_OF_EACH run with --exhaustive alone;
-    `every` takes all of them, for tests that are quick, and for the one that shows each row at work.
+    `every` takes all of them, for tests that are quick, and for the one that shows each row at work. Of the rows named, those outside
+    `usual` do, where it is given.
 
     The scope puts all tests of a row in a file side by side, which share its compiled programs before they are dropped.
     """
     chosen = [
-        pytest.param(case, marks=() if ids or every or case in ONE_OF_EACH else pytest.mark.exhaustive, id=case.id)
+        pytest.param(case, marks=() if every or (case.id in (usual or ids) if ids else case in ONE_OF_EACH) else EXHAUSTIVE, id=case.id)
         for case in METHOD_CASES
         if not ids or case.id in ids
     ]

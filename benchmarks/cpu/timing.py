@@ -138,7 +138,7 @@ def run(
         title=title,
         **header(command),
         baseline=rows[0].implementation,
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=os.cpu_count() or 0,
         load=tuple(load),
         rows=tuple(rows),
@@ -237,7 +237,7 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

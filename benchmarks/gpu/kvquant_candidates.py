@@ -30,6 +30,7 @@ from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.rotary import RotatedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values
 from pallas_kernels.readers.turn import turn
+from pallas_kernels.tiles.layout import SPAN
 
 SPEC = "kvquant:bits=4,outliers=0.01"
 MODEL = "Llama-2-7B"
@@ -162,7 +163,7 @@ class _Side:
         if part == "sparse" and self.side == "v":
             return outlier_values(x.astype(jnp.float32), index, residual, ends, limits, self.shape.head_dim)
         if part == "sparse":
-            turned = turn(rope.inverse_frequencies, 0, self.shape.tokens)
+            turned = turn(rope.inverse_frequencies, SPAN * jnp.arange(self.shape.tokens // SPAN))
             return outlier_scores(x, index, residual, ends, limits, turned, launch, BLOCK)
         reader, arrays = self.body.reader, self.codec.kernel_arrays(params, body)
         inner = reader.inner if isinstance(reader, RotatedReader) else reader

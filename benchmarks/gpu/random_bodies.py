@@ -23,8 +23,10 @@ from kvq_jax.attention.fused import reader_and_arrays
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
+from kvq_jax.layer.regions import Regions
 from kvq_jax.types.rope import Rope
 from pallas_kernels.readers.base import Reader
+from pallas_kernels.tiles.layout import SPAN
 
 CHECKED_HEADS = 2  # KV heads of the first sequence that are compared with the reference
 
@@ -161,7 +163,7 @@ class Body:
 
     def arrays(self, copy: tuple[Any, Any]) -> list[Array]:
         """Return the arrays of a copy that a kernel reads."""
-        _, arrays = reader_and_arrays(self.codec, *copy, rope_of(self.shape.head_dim), sink=0)
+        _, arrays = reader_and_arrays(self.codec, *copy, rope_of(self.shape.head_dim), Regions(0, 0, SPAN, self.shape.tokens))
         return arrays
 
     def rows(self, copy: tuple[Any, Any]) -> Float[Array, "B K S H"]:

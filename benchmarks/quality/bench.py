@@ -19,7 +19,6 @@ from jaxtyping import Array, Int
 
 import kvq_jax as kvq
 from benchmarks.quality.comparison import PLAIN, VARIANTS, Comparison, Entry, Suite
-from benchmarks.quality.journal import Journal
 from benchmarks.quality.report import Measured, QualityReport, QualityRow, Text
 from benchmarks.quality.study import add_model, model_words, shown
 from benchmarks.report_file import COMMIT, from_json, header
@@ -29,6 +28,7 @@ from kvq_models import Llama, load_llama, prepare, resolved
 from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_tools.evaluation import RowQuality, measure_rows
+from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.stress import stressed
 
 TEXTS = "text", "calibration_text", "other_calibration_text"

@@ -8,7 +8,7 @@ of. Rows are those of the exact forward pass. Post-norm X is the normalized inpu
 leaves the layer's own gains out; the residual stream is what both are made of; keys are before RoPE, all heads of a token together. The
 JSON, and the plot beside it:
 
-    python -m benchmarks.quality.layer_similarity --text wikitext2_test.txt --json benchmarks/results/layer_similarity.json
+    python -m benchmarks.quality.layer_similarity --model smollm2 --text FILE --json benchmarks/results/layer_similarity_smollm2.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measure what caches do to answers about long texts: pass keys and the tasks of RULER, by length, with every token through the cache.
 
-Full precision is asked first. Tasks and lengths that it cannot do itself are not asked of other caches: their answers would say nothing of
-the cache. A run that is stopped goes on where it was when the same command is given again.
+A prompt is read once for all caches, whose attention is exact inside it. Full precision is asked first. Tasks and lengths that it cannot
+do itself are not asked of other caches: their answers would say nothing of the cache. A run that is stopped goes on where it was when the
+same command is given again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
@@ -21,7 +23,6 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.quality.journal import Journal
 from benchmarks.quality.long_context_report import FULL_PRECISION, CacheSize, Cell, LongContextReport
 from benchmarks.quality.report import Text
 from benchmarks.quality.study import add_model, model_words, shown
@@ -32,6 +33,7 @@ from kvq_models.calibration.fit import calibrate
 from kvq_models.calibration.needs import fingerprint, needs
 from kvq_tools.cli.console import UserError
 from kvq_tools.cli.inputs import encode
+from kvq_tools.evaluation.journal import Journal
 from kvq_tools.evaluation.tasks import niah, passkey, ruler, runner
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Task
 
@@ -108,23 +110,44 @@ class Bench:
         return niah.generated(self.prompts, task, depths=depths, count=each, text=text, **common)
 
     def measure(self) -> None:
-        """Ask every cache what full precision can do, a line of progress for each task and length."""
-        for cache in self.caches:
-            missing = [place for place in self.places(cache) if _key(cache, *place) not in self.journal.rows]
-            print(f"{cache}: {len(missing)} tasks and lengths to ask", file=sys.stderr, flush=True)
-            if not missing:
-                continue
-            model = self._prepared(kvq.parse(cache))
-            for task, length in missing:
-                started = time.perf_counter()
-                cell = self._asked(model, cache, task, length)
+        """Ask every cache what full precision can do, a line of progress for each task and length; a prompt is read once for all caches."""
+        print(f"{len(self.samples)} tasks and lengths, {len(self.caches)} caches", file=sys.stderr, flush=True)
+        models = {cache: self._prepared(kvq.parse(cache)) for cache in self.caches} if any(map(self._missing, self.samples)) else {}
+        for _, places in itertools.groupby(self.samples, key=lambda place: place[1]):
+            for place in places:
+                if missing := self._missing(place):
+                    started = time.perf_counter()
+                    self._ask(models, missing, *place)
+                    print(f"{time.perf_counter() - started:6.0f} s", file=sys.stderr, flush=True)
+            jax.clear_caches()  # programs of this length are not needed again
+
+    def _missing(self, place: tuple[str, int]) -> list[str]:
+        """Return the caches that are still to be asked, full precision first."""
+        held = [cache for cache in self.caches if _key(cache, *place) in self.journal.rows]
+        if FULL_PRECISION in held and self.cell(FULL_PRECISION, *place).accuracy < self.options.threshold:
+            return []
+        return [cache for cache in self.caches if cache not in held]
+
+    def _ask(self, models: dict[str, Llama], caches: list[str], task: str, length: int) -> None:
+        """Ask caches one task at one length; their cells go into the journal. Where full precision is among them, it is the first, and the
+        others are left out as soon as it cannot reach the threshold any more."""
+        samples, wanted = self.samples[task, length], self.options.threshold * self.options.count
+
+        def go_on(answers: Sequence[runner.Answer]) -> bool:
+            reached = sum(answer.scores["accuracy"] for answer in answers)
+            return caches[0] != FULL_PRECISION or reached + len(samples) - len(answers) >= wanted
+
+        candidates = [(models[cache], kvq.parse(cache)) for cache in caches]
+        found = runner.run_together(candidates, task_of(task), samples, self.prompts, batch=self.options.batch, go_on=go_on)
+        for cache, answers in zip(caches, found, strict=True):
+            if len(answers) == len(samples):
+                scores = [answer.scores["accuracy"] for answer in sorted(answers, key=lambda answer: answer.index)]
+                cell = Cell(cache, task, length, tuple(scores), COMMIT)
                 self.journal.add(_key(cache, task, length), dataclasses.asdict(cell))
-                took = time.perf_counter() - started
-                print(f"{cache:40s} {task:12s} {length:6d} tokens  {cell.accuracy:7.1%}  {took:6.0f} s", file=sys.stderr, flush=True)
-            jax.clear_caches()  # programs of other caches are not needed again
+                print(f"{cache:40s} {task:12s} {length:6d} tokens  {cell.accuracy:7.1%}", file=sys.stderr, flush=True)
 
     def places(self, cache: str) -> Iterator[tuple[str, int]]:
-        """Yield the tasks and lengths that a cache is asked: all for full precision, which is measured first."""
+        """Yield the tasks and lengths that a cache is asked: all for full precision."""
         for place in self.samples:
             if cache == FULL_PRECISION or self.cell(FULL_PRECISION, *place).accuracy >= self.options.threshold:
                 yield place
@@ -137,12 +160,6 @@ class Bench:
         ids = np.asarray(self.prompts.tokenizer(content, verbose=False).input_ids, np.int32)
         sizes = {"samples": self.options.samples, "length": self.options.sample_length}
         return prepare(self.llama, spec, calibrate(self.llama, ids, spec, work=self.work / "calibration", text=text.name, **sizes))
-
-    def _asked(self, model: Llama, cache: str, task: str, length: int) -> Cell:
-        samples = self.samples[task, length]
-        found = runner.run(model, kvq.parse(cache), task_of(task), samples, self.prompts, batch=self.options.batch)
-        scores = [answer.scores["accuracy"] for answer in sorted(found, key=lambda answer: answer.index)]
-        return Cell(cache, task, length, tuple(scores), COMMIT)
 
     def cell(self, cache: str, task: str, length: int) -> Cell:
         return from_json(Cell, self.journal.rows[_key(cache, task, length)])

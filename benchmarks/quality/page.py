@@ -94,7 +94,7 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
         columns.append((f"over that of {' '.join(against.cells)}", lambda row: _ratio(row, against)))
     fake = {row.cells: row for row in report.of(title, fake=True)}
     columns += [
-        ("KL, fake", lambda row: f"{fake[row.cells].kl:.5f}" if row.cells in fake else ""),
+        ("KL, fake", lambda row: _fake(fake.get(row.cells))),
         ("perplexity", lambda row: f"{row.perplexity:.3f}{bracket(row.perplexity_interval, '.2f')}"),
         ("same top token", lambda row: f"{row.agreement:.2%}"),
         ("key outliers dropped", lambda row: f"{row.dropped['k']:.1%}" if "k" in row.dropped else ""),
@@ -102,6 +102,10 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
     filled = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
     lines = ((*row.cells, *(cell(row) for _, cell in filled)) for row in rows)
     return table((*report.heads[title], *(name for name, _ in filled)), lines)
+
+
+def _fake(row: QualityRow | None) -> str:
+    return "" if row is None else f"{row.kl:.5f}{bracket(row.kl_interval, '.5f')}"
 
 
 def _ratio(row: QualityRow, against: QualityRow) -> str:
@@ -128,4 +132,4 @@ def _grid(heads: tuple[str, ...], rows: list[QualityRow], variant: str) -> str:
 
 
 def _cell(row: QualityRow) -> str:
-    return f"{row.perplexity:.2f} ({row.kl:.4f})"
+    return f"{row.perplexity:.2f} ({row.kl:.4f}{bracket(row.kl_interval, '.4f')})"

@@ -9,7 +9,7 @@ Figure 2 looks at queries and keys before RoPE. Here are both, for a score is ma
 where other queries span the subspace or meet the keys (the prompt's own, the response's, the prompt's turned to the response's positions);
 and how well the text that follows a prompt is predicted from a real cache of the prompt. The JSON, and the plot beside it:
 
-    python -m benchmarks.quality.squat_subspace --json benchmarks/results/squat_subspace.json
+    python -m benchmarks.quality.squat_subspace --model smollm2 --text FILE --json benchmarks/results/squat_subspace_smollm2.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws quality_innerq.json: KL divergence by the number of exact tokens, as Figure 5 of the InnerQ paper; quality_innerq.png beside it."""
+"""Draws quality_innerq_windows_smollm2.json: KL divergence by the number of exact tokens, Figure 5 of the InnerQ paper; a PNG beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.quality.report import QualityReport
 from benchmarks.report_file import RESULTS
 from kvq_jax.files.whole import replacing
 
-FILE = "quality_innerq.json"
+FILE = "quality_innerq_windows_smollm2.json"
 
 
 def draw(report: QualityReport) -> Any:

@@ -5,9 +5,11 @@
 //   values   p . (code s + z)  =  (sum_t p_t code_t) s + (sum_t p_t) z     groups of tokens, or of channels: s meets the weighted sum
 //                              =  sum_t (p s)_t code_t + sum_t p_t z_t     groups of channels: s meets the weight
 //
-// Online softmax over tiles of kTile tokens, all in fp32. Nothing that is unpacked is ever stored.
+// Online softmax over tiles of kTile tokens, all in fp32. Nothing that is unpacked is stored, but for bodies whose vectors are more than that
+// (decoded.h).
 #pragma once
 
+#include "decoded.h"
 #include "exact.h"
 
 namespace {
@@ -15,43 +17,31 @@ namespace {
 using kvq::kNegInf;
 using kvq::Span;
 
-inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
-
-inline int64_t divisor(int64_t a, int64_t b) {
-  while (b) {
-    const int64_t rest = a % b;
-    a = b;
-    b = rest;
-  }
-  return a;
-}
-
-inline int64_t rounded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
-
 // The state of one call: everything is in the caller's scratch.
 struct Attention {
   const Span& span;
   const Body &k, &v;
   Packed keys, values;
-  int64_t blocks, k_groups, v_groups;
+  const bool k_decoded, v_decoded;
+  int64_t channels, blocks, k_groups, v_groups;
   float *q, *scaled, *sums, *scores, *weights, *query_sums, *zero_sums, *largest, *total, *bias;
-  float *token_scale, *token_zero, *elements, *scale, *zero;
+  float *token_scale, *token_zero, *elements, *scale, *zero, *angle_scale, *angle_zero;
 
   explicit Attention(const Span& given)
-      : span(given), k(*given.k), v(*given.v), keys(k, given.keys), values(v, given.values) {
+      : span(given), k(*given.k), v(*given.v), keys(k, given.keys), values(v, given.values), k_decoded(k.decoded()), v_decoded(v.decoded()) {
+    channels = k.head_dim();
     blocks = kvq::row_blocks(span.rows);
-    k_groups = k.channels / k.group, v_groups = v.channels / v.group;
-    const int64_t rows = blocks * kRowBlock, widest = maximum(k.padded(), v.padded()), groups = maximum(k_groups, v_groups);
+    k_groups = k.channel_groups(), v_groups = v.channel_groups();
+    const int64_t rows = blocks * kRowBlock, widest = maximum(k.row_floats(), v.row_floats()), groups = maximum(k_groups, v_groups);
     float* next = span.scratch;
     auto take = [&next](int64_t count) {
       float* taken = next;
       next += (count + 15) / 16 * 16;
       return taken;
     };
-    q = take(rows * k.padded());
-    scaled = take(kRowBlock * k.padded());
-    sums = take(rows * v.padded());
+    q = take(rows * k.row_floats());
+    scaled = take(kRowBlock * k.row_floats());
+    sums = take(rows * v.row_floats());
     scores = take(rows * kPadded);
     weights = take(v_groups * kRowBlock * kPadded);
     query_sums = take(rows * k_groups);
@@ -59,23 +49,27 @@ struct Attention {
     largest = take(rows), total = take(rows * kLanes), bias = take(rows);
     token_scale = take(kTile * groups), token_zero = take(kTile * groups);
     elements = take(kTile * widest);
-    scale = take(widest), zero = take(widest);
+    scale = take(widest + kLanes), zero = take(widest + kLanes), angle_scale = take(widest + kLanes), angle_zero = take(widest + kLanes);
     keys.find_bundles(take(kvq::bundle_floats(k)));
     values.find_bundles(take(kvq::bundle_floats(v)));
   }
 
   int64_t rows_of(int64_t block) const { return minimum(kRowBlock, span.rows - block * kRowBlock); }
-  float* q_of(int64_t block) const { return q + block * kRowBlock * k.padded(); }
+  float* q_of(int64_t block) const { return q + block * kRowBlock * k.row_floats(); }
   float* scores_of(int64_t block) const { return scores + block * kRowBlock * kPadded; }
-  float* sums_of(int64_t block) const { return sums + block * kRowBlock * v.padded(); }
+  float* sums_of(int64_t block) const { return sums + block * kRowBlock * v.row_floats(); }
   float* zero_sum_of(int64_t row, int64_t group) const { return zero_sums + (row * v_groups + group) * kLanes; }
 
+  Decoder decoder(const Body& body, const Arrays& arrays, const Packed& packed) const {
+    return {body, arrays, packed, span.capacity, elements, token_scale, token_zero, scale, zero, angle_scale, angle_zero};
+  }
+
   void start() {
-    const float root = __builtin_sqrtf(1.0f / float(k.channels));
+    const float root = __builtin_sqrtf(1.0f / float(channels));
     for (int64_t r = 0; r < blocks * kRowBlock; r++) {
-      float* own = q + r * k.padded();
-      for (int64_t c = 0; c < k.padded(); c++) own[c] = r < span.rows && c < k.channels ? span.q[r * k.channels + c] * root : 0;
-      for (int64_t c = 0; c < v.padded(); c++) sums[r * v.padded() + c] = 0;
+      float* own = q + r * k.row_floats();
+      for (int64_t c = 0; c < k.row_floats(); c++) own[c] = r < span.rows && c < channels ? span.q[r * channels + c] * root : 0;
+      for (int64_t c = 0; c < v.row_floats(); c++) sums[r * v.row_floats() + c] = 0;
       for (int64_t i = 0; i < kLanes; i++) total[r * kLanes + i] = 0;
       for (int64_t i = 0; i < v_groups * kLanes; i++) zero_sums[r * v_groups * kLanes + i] = 0;
       largest[r] = kNegInf;
@@ -85,7 +79,7 @@ struct Attention {
         query_sums[r * k_groups + g] = sum;
       }
     }
-    if (k.affine == kvq::kChannels && !span.windows) {
+    if (k.affine == kvq::kChannels && !span.windows && !k_decoded) {
       load_channel_scales(k, span.keys, 0, scale, zero);
       for (int64_t b = 0; b < blocks; b++) scale_queries(b, q_of(b));
     }
@@ -93,18 +87,16 @@ struct Attention {
 
   // Multiply the queries of a block by the scales of channels; their products with the zero points go to `bias`.
   void scale_queries(int64_t block, float* out) {
-    Floats products[8] = {};
     for (int64_t r = 0; r < rows_of(block); r++) {
       const float* from = q_of(block) + r * k.padded();
+      Floats products = {};
       for (int64_t c = 0; c < k.channels; c += kLanes) {
         const Floats x = load(from + c);
-        products[r] += x * load(zero + c);
+        products += x * load(zero + c);
         store(out + r * k.padded() + c, x * load(scale + c));
       }
+      bias[block * kRowBlock + r] = sum_of_lanes(products);
     }
-    float totals[8];
-    add_lanes(products, totals);
-    std::memcpy(bias + block * kRowBlock, totals, sizeof(float) * kRowBlock);
   }
 
   // Spread the scales of groups of channels over the elements of a tile.
@@ -116,6 +108,7 @@ struct Attention {
 
   // Scores of the tile of `live` tokens from `first` on.
   void score_tile(int64_t first, int64_t live) {
+    if (k_decoded) return score_decoded(first, live);
     if (k.affine == kvq::kChannelGroups) {
       const bool whole = k.group % kLanes == 0;
       load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
@@ -141,6 +134,31 @@ struct Attention {
       }
     }
   }
+
+  void score_decoded(int64_t first, int64_t live) {
+    const Decoder decoder = this->decoder(k, span.keys, keys);
+    for (int64_t at = 0; at < live; at += kDecoded) {
+      const void* rows[kDecoded];
+      const int64_t count = minimum(kDecoded, live - at), type = decoder.rows(first + at, count, rows);
+      for (int64_t b = 0; b < blocks; b++) {
+        if (k.rotated) decoder.turn_back(first + at, rows_of(b), q_of(b), scaled);
+        const float* own = k.rotated ? scaled : q_of(b);
+        score_exact(rows_of(b), rows, type, count, vectors(), own, k.row_floats(), scores_of(b) + at);
+      }
+    }
+  }
+
+  void weigh_decoded(int64_t first, int64_t live) {
+    const Decoder decoder = this->decoder(v, span.values, values);
+    for (int64_t at = 0; at < live; at += kDecoded) {
+      const void* rows[kDecoded];
+      const int64_t count = minimum(kDecoded, live - at), type = decoder.rows(first + at, count, rows);
+      for (int64_t b = 0; b < blocks; b++)
+        weigh_exact(rows_of(b), rows, type, count, vectors(), scores_of(b) + at, v.row_floats(), sums_of(b));
+    }
+  }
+
+  int64_t vectors() const { return (channels + kLanes - 1) / kLanes; }
 
   // scores[r, from .. to - 1] += factor * added[t], or factor alone.
   void add_to_scores(int64_t block, int64_t r, int64_t from, int64_t to, float factor, const float* added) const {
@@ -179,13 +197,14 @@ struct Attention {
 
   void shrink(int64_t row, float factor) {
     store(total + row * kLanes, load(total + row * kLanes) * factor);
-    float* at = sums + row * v.padded();
-    for (int64_t c = 0; c < v.channels; c += kLanes) store(at + c, load(at + c) * factor);
+    float* at = sums + row * v.row_floats();
+    for (int64_t c = 0; c < channels; c += kLanes) store(at + c, load(at + c) * factor);
     for (int64_t g = 0; g < v_groups; g++) store(zero_sum_of(row, g), load(zero_sum_of(row, g)) * factor);
   }
 
   // Add the weighted values of the tile.
   void weigh_tile(int64_t first, int64_t live) {
+    if (v_decoded) return weigh_decoded(first, live);
     if (v.affine == kvq::kChannelGroups) {
       const bool whole = v.group % kLanes == 0;
       load_token_scales(v, span.values, span.capacity, first, live, token_scale, token_zero);
@@ -244,52 +263,50 @@ struct Attention {
   }
 
   void finish() {
-    const bool scaled_sums = v.affine == kvq::kChannels && !span.windows;
+    const bool scaled_sums = v.affine == kvq::kChannels && !span.windows && !v_decoded;
     if (scaled_sums) load_channel_scales(v, span.values, 0, scale, zero);
     for (int64_t r = 0; r < span.rows; r++) {
       const float all = sum_of_lanes(load(total + r * kLanes));
+      float *own = sums + r * v.row_floats(), *out = span.o + r * channels;
       span.m[r] = largest[r];
       span.l[r] = all;
-      float zeros = 0;
-      for (int64_t c = 0; c < v.channels; c++) {
-        float x = sums[r * v.padded() + c];
-        if (v.affine == kvq::kChannelGroups && c % v.group == 0) zeros = sum_of_lanes(load(zero_sum_of(r, c / v.group)));
-        x += zeros;
-        if (scaled_sums) x = x * scale[c] + zero[c] * all;
-        span.o[r * v.channels + c] = x;
+      for (int64_t g = 0; g < v_groups; g++) {
+        const float zeros = sum_of_lanes(load(zero_sum_of(r, g)));
+        for (int64_t c = g * v.group; c < (g + 1) * v.group; c++) own[c] += zeros;
       }
+      for (int64_t c = 0; c < channels; c++) out[c] = scaled_sums ? own[c] * scale[c] + zero[c] * all : own[c];
     }
   }
 
-  // The rows at `stored` in fp32: where they lie, if they are whole vectors of such numbers, else copied to `elements`.
-  void widen(const void* const* stored, int64_t count, const float** rows) {
-    const int64_t channels = k.channels, type = span.windows->type, padded = rounded(channels);
+  // Point at rows of whole vectors: where they lie, or copied to `elements`; return the type of their numbers.
+  int64_t widen(const void* const* stored, int64_t count, const void** rows) {
+    const int64_t type = span.windows->type, padded = vectors() * kLanes;
     for (int64_t i = 0; i < count; i++) {
-      rows[i] = static_cast<const float*>(stored[i]);
-      if (type == kvq::kFloat32 && channels == padded) continue;
+      rows[i] = stored[i];
+      if (channels == padded) continue;
       float* copy = elements + i * padded;
       load_floats(stored[i], type, 0, channels, copy);
       for (int64_t c = channels; c < padded; c++) copy[c] = 0;
       rows[i] = copy;
     }
+    return channels == padded ? type : int64_t(kvq::kFloat32);
   }
 
   // Attend to a tile of tokens of the windows.
   void add_exact(const void* const* stored_keys, const void* const* stored_values, int64_t count) {
-    const float* rows[kTile];
-    const int64_t vectors = vectors_of(k);
-    widen(stored_keys, count, rows);
+    const void* rows[kTile];
+    int64_t type = widen(stored_keys, count, rows);
     for (int64_t b = 0; b < blocks; b++) {
-      score_exact(rows_of(b), rows, count, vectors, q_of(b), k.padded(), scores_of(b));
+      score_exact(rows_of(b), rows, type, count, vectors(), q_of(b), k.row_floats(), scores_of(b));
       weights_of_tile(b, 0, count);
     }
-    widen(stored_values, count, rows);
-    for (int64_t b = 0; b < blocks; b++) weigh_exact(rows_of(b), rows, count, vectors, scores_of(b), v.padded(), sums_of(b));
+    type = widen(stored_values, count, rows);
+    for (int64_t b = 0; b < blocks; b++) weigh_exact(rows_of(b), rows, type, count, vectors(), scores_of(b), v.row_floats(), sums_of(b));
   }
 
   void run_windows() {
     const kvq::Windows& windows = *span.windows;
-    const int64_t bytes = k.channels * (windows.type == kvq::kFloat32 ? 4 : 2);
+    const int64_t bytes = channels * (windows.type == kvq::kFloat32 ? 4 : 2);
     const void *stored_keys[kTile], *stored_values[kTile];
     const uint8_t* seen = windows.seen;
     int64_t count = 0;

@@ -2,6 +2,9 @@
 //
 //   vector[t, c] = entry(code[t, c]) * scale + zero        entry: the code itself, or that of a table
 //
+// or rows in full precision, or keys in polar form, k_i = r cos(theta), k_{i+H/2} = r sin(theta), from two codes in one. Sparse residuals may
+// be added to the vectors, and keys may have been stored before RoPE.
+//
 // The layout of the words is that of pallas_kernels/tiles/layout.py: a chunk is W neighbouring channels of a token, field i of tile j of a
 // row of words holds chunk number i * m + j (slot-major), and the slots of a row are tokens P/n apart in a span of P tokens.
 #pragma once
@@ -19,12 +22,18 @@ enum Affine : int64_t {
   kChannels = 2,       // [H]: each channel has its own, the same for all tokens
 };
 
+enum Form : int64_t {
+  kCodes = 0,
+  kRows = 1,   // [S, H] in full precision; affine and the layout of words mean nothing
+  kPolar = 2,  // codes of H / 2 pairs, radius << angle_bits | angle; steps and least values of both [S / group, H / 2]
+};
+
 enum Stored : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2 };
 
 struct Body {
   int64_t bits;        // of a code, all plane sets together
   int64_t low_bits;    // of the first plane set
-  int64_t channels;    // H
+  int64_t channels;    // H, or the H / 2 pairs of polar keys
   int64_t chunks;      // of a token, padding included
   int64_t width;       // W
   int64_t slots;       // n, tokens that share a row of words
@@ -32,25 +41,56 @@ struct Body {
   int64_t affine;      // Affine
   int64_t group;       // elements that share a scale
   int64_t heads;       // neighbouring heads that share a scale
-  int64_t scale_type;  // Stored
+  int64_t scale_type;  // Stored; of rows in full precision their own
   int64_t centre;      // the code that stands for 0 where no zero point is stored, else -1
   int64_t table;       // 1 where codes index a table of 2^bits entries
+  int64_t form;        // Form
+  int64_t pool;        // tokens that share slots for outliers, else 0
+  int64_t rotated;     // 1 for keys before RoPE
+  int64_t angle_bits;  // of a polar code
+  int64_t residual_type;  // Stored: of outliers
+  int64_t root;        // 1 where polar radii are the squares of what is stored
 
   KVQ_INLINE int64_t sets() const { return low_bits == bits ? 1 : 2; }
   KVQ_INLINE int64_t set_bits(int64_t set) const { return set == 0 ? low_bits : bits - low_bits; }
   KVQ_INLINE int64_t padded() const { return chunks * width; }                                    // channels of a token with padding
   KVQ_INLINE int64_t row_words(int64_t set) const { return slots * padded() * set_bits(set) / 16; }  // words of a row
   KVQ_INLINE bool stores_zero() const { return centre < 0; }
+  KVQ_INLINE int64_t head_dim() const { return form == kPolar ? 2 * channels : channels; }
+  KVQ_INLINE int64_t row_floats() const { return form == kPolar ? (2 * channels + 15) / 16 * 16 : padded(); }  // of a vector with padding
+  KVQ_INLINE int64_t channel_groups() const { return affine == kChannelGroups ? channels / group : 0; }
+  // Whether vectors are made one by one, and not multiplied as they are unpacked.
+  KVQ_INLINE bool decoded() const { return form != kCodes || pool || rotated; }
 };
 
 constexpr int64_t kBodyFields = sizeof(Body) / sizeof(int64_t);
 
+// Residuals of the entries that codes do not hold, in pools of tokens whose heads share slots: those of a head are sorted by token and
+// channel, `ends` is the first slot behind each head's, and index is token * H + channel, the token counted from the pool's first.
+struct Outliers {
+  const uint16_t* index;  // [S / pool, slots]
+  const void* residual;   // [S / pool, slots]
+  const uint16_t* ends;   // [S / pool, heads]
+  int64_t slots, heads, head;
+};
+
+// Cosines and sines of RoPE for H / 2 pairs.
+struct Turns {
+  const float* steps;   // [2, kDecoded, H / 2]: of 0, 1, ... tokens, times the attention factor
+  const float* starts;  // [2, count, H / 2]: of the positions of body tokens 0, kDecoded, ...
+  int64_t count;
+};
+
 // The arrays of one row of the batch and one KV head.
 struct Arrays {
   const uint16_t* words[2];
-  const void* scale;
-  const void* zero;
+  const void* scale;  // or the rows in full precision, or the steps of radii
+  const void* zero;   // or the least radii
+  const void* angle_scale;
+  const void* angle_zero;
   const float* table;
+  Outliers outliers;
+  Turns turns;
 };
 
 // The windows of a cache, tokens in full precision, for one row of the batch and one KV head: two of them, of `tokens` rows each.
@@ -83,26 +123,29 @@ struct Span {
 };
 
 constexpr int64_t kTile = 128;      // tokens whose scores become weights together
+constexpr int64_t kDecoded = 32;    // tokens whose vectors are made together
 constexpr int64_t kRowBlock = 4;    // query rows that share the numbers made of a word
 constexpr float kNegInf = -1e30f;   // finite, as in partial_attention.py
 
 KVQ_INLINE int64_t row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
 
-// Bundles (codes.h) of 15 numbers, one for 4 channels at most, and one number more for each slot.
-KVQ_INLINE int64_t bundle_floats(const Body& body) { return body.slots * (body.padded() / 4 * 15 + 1); }
+constexpr int64_t kBundleFloats = 19;
+
+// Bundles (codes.h), one for 4 channels at most, and one number more for each slot.
+KVQ_INLINE int64_t bundle_floats(const Body& body) { return body.slots * (body.padded() / 4 * kBundleFloats + 1); }
 
 KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
-  const int64_t padded = row_blocks(rows) * kRowBlock, widest = k.padded() > v.padded() ? k.padded() : v.padded();
-  const int64_t k_groups = k.channels / k.group + 1, v_groups = v.channels / v.group + 1, groups = k_groups > v_groups ? k_groups : v_groups;
+  const int64_t padded = row_blocks(rows) * kRowBlock, widest = k.row_floats() > v.row_floats() ? k.row_floats() : v.row_floats();
+  const int64_t k_groups = k.channel_groups() + 1, v_groups = v.channel_groups() + 1, groups = k_groups > v_groups ? k_groups : v_groups;
   const int64_t lanes = 16;                          // of the widest vector
   return (padded + v_groups * kRowBlock) * (kTile + lanes)  // scores or weights, and scaled weights
-         + (padded + kRowBlock) * k.padded()         // queries, and scaled queries
-         + padded * (v.padded() + lanes)             // weighted values, sums of weights
+         + (padded + kRowBlock) * k.row_floats()     // queries, and scaled or turned queries
+         + padded * (v.row_floats() + lanes)         // weighted values, sums of weights
          + padded * (k_groups + lanes * v_groups + 2)  // sums of queries, weighted zero points, maxima, biases
-         + 2 * kTile * groups + kTile * widest       // scales and zero points of tokens; scales of each element
-         + 2 * widest                                // scales and zero points of channels
+         + 2 * kTile * groups + kTile * widest       // scales and zero points of tokens; scales of each element, or vectors
+         + 4 * (widest + lanes)                      // scales and zero points of channels, and of angles
          + bundle_floats(k) + bundle_floats(v)       // where codes are
-         + 16 * 20;                                  // alignment
+         + 16 * 24;                                  // alignment
 }
 
 using AttendSpan = void (*)(const Span&);

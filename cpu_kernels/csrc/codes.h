@@ -10,6 +10,20 @@ using kvq::Arrays;
 using kvq::Body;
 using kvq::kTile;
 
+inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int64_t divisor(int64_t a, int64_t b) {
+  while (b) {
+    const int64_t rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+inline int64_t rounded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
 // Vectors of kLanes neighbouring channels of a token whose codes lie in the same words, each at its own shift. Bundles of a slot follow
 // each other; together they hold every vector of channels once. (That the words of the second plane set are the same too follows from
 // those of the first: it has fewer bits, so a whole number of its chunks lies where one of the first lies.)
@@ -20,11 +34,12 @@ struct Bundle {
   int32_t place[2];  // of the words in a row, of each plane set
   struct {
     int32_t vector;
+    int32_t group;  // of channels that share a scale, among [groups, kTile]: where its first token stands
     int32_t shift[2];
   } fields[kBundle];
 };
 
-static_assert(sizeof(Bundle) == 15 * sizeof(float), "bundle_floats counts them");
+static_assert(sizeof(Bundle) == kvq::kBundleFloats * sizeof(float), "bundle_floats counts them");
 
 // A float is 2^bits + code once a code stands at the top of its mantissa, below the exponent of 2^bits.
 constexpr int64_t kMantissa = 23;
@@ -37,8 +52,9 @@ inline int64_t vectors_of(const Body& body) { return (body.channels + kLanes - 1
 inline int64_t bundle(const Body& body, int64_t slot, Bundle* bundles) {
   int64_t count = 0;
   for (int64_t v = 0; v < vectors_of(body); v++) {
-    Bundle alone{1, {}, {{int32_t(v), {}}}};
-    const int64_t channel = v * kLanes, number = slot * body.chunks + channel / body.width;
+    const int64_t channel = v * kLanes;
+    Bundle alone{1, {}, {{int32_t(v), int32_t(channel / body.group * kTile), {}}}};
+    const int64_t number = slot * body.chunks + channel / body.width;
     int64_t top = kMantissa - body.bits;
     for (int64_t set = 0; set < body.sets(); set++) {
       const int64_t tiles = body.row_words(set) / body.width, at = number / tiles * body.set_bits(set);

@@ -1,7 +1,10 @@
 // The custom call `kvq_decode_attention`: checks what XLA hands over, then splits the work over XLA's own threads.
 //
 //   arguments   q f32 [B, K, R, H], limits s32 [B, T], then the arrays of the keys and those of the values: words s16 [B, K, S / n, w] of
-//               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored
+//               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored (of polar keys: those of
+//               the radii, then those of the angles); of rows in full precision themselves alone, [B, K, S, H]
+//               with outliers their index u16 and residual [B, S / pool, P] and ends u16 [B, S / pool, K]; for keys before RoPE the cosines
+//               and sines f32 [2, kDecoded, H / 2] of 0, 1, ... tokens and [2, S / kDecoded, H / 2] of every kDecoded-th one's position
 //               and, if there are windows, the queries q f32 [B, K, R, H] that read them, what they see pred [B, E0 + E1], and the keys
 //               [B, K, E0, H], [B, K, E1, H] and values of both in f32, f16 or bf16
 //   attributes  keys, values: the fields of a Body; capacity: S; windows: whether there are any
@@ -37,16 +40,26 @@ std::string text(ffi::Span<const int64_t> dimensions) {
 std::string refused(const Body& b) {
   const int64_t high_bits = b.bits - b.low_bits;
   const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
-  if (b.bits < 1 || b.bits > 9 || !power(b.low_bits) || (high_bits && (!power(high_bits) || high_bits >= b.low_bits))) return "bits";
+  const bool rows = b.form == kvq::kRows, polar = b.form == kvq::kPolar;
+  if (b.form < 0 || b.form > 2 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1) return "form";
+  if (rows ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits)) return "bits";
+  if (high_bits && (!power(high_bits) || high_bits >= b.low_bits)) return "bits";
   if (b.channels < 1 || b.channels > 1024 || b.chunks < 1 || (b.width != 16 && b.width != 32)) return "channels";
-  if (b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2) return "padding";
+  if (b.chunks > 2048 || b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2) return "padding";
   if (b.span < 1 || b.span > kvq::kTile || kvq::kTile % b.span || b.slots < 1 || b.span % b.slots) return "span";
   for (int64_t set = 0; set < b.sets(); set++)
     if (b.slots * b.chunks * b.set_bits(set) % 16) return "slots";
   if (b.affine < 0 || b.affine > 2 || b.group < 1 || b.heads < 1 || b.scale_type < 0 || b.scale_type > 2) return "groups";
   if (b.affine == kvq::kChannelGroups && b.channels % b.group) return "groups";
   if (b.affine != kvq::kChannelGroups && b.heads != 1) return "groups";
-  if (b.centre >= 256 || (b.table && (b.bits > 4 || b.centre >= 0))) return "table";
+  if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre >= 0))) return "table";
+  if (rows && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.rotated || b.pool)) return "rows";
+  if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 || b.angle_bits >= b.bits || b.centre >= 0
+            : b.angle_bits || b.root)
+    return "angles";
+  if (b.rotated && b.channels % 2) return "pairs";
+  if (b.pool < 0 || b.pool > 65536 || (b.pool && b.pool * b.channels > 65536)) return "pool";
+  if (b.residual_type < 0 || b.residual_type > 2) return "residuals";
   return "";
 }
 
@@ -78,7 +91,7 @@ struct Taker {
   Side side(const std::string& name, const Body& body, int64_t batch, int64_t heads, int64_t capacity, std::vector<float>& table) {
     Side side{};
     side.body = body;
-    for (int64_t set = 0; set < body.sets(); set++)
+    for (int64_t set = 0; set < body.sets() && body.form != kvq::kRows; set++)
       side.words[set] = take("words of " + name, ffi::S16, {batch, heads, capacity / body.slots, body.row_words(set)});
     if (body.table) {
       const Strided given = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
@@ -90,10 +103,36 @@ struct Taker {
     Dimensions shape{batch, heads / body.heads, capacity / body.group, body.channels};
     if (body.affine == kvq::kChannelGroups) shape = {batch, heads / body.heads, body.channels / body.group, capacity};
     if (body.affine == kvq::kChannels) shape = {heads, body.channels};
+    if (body.form == kvq::kRows) {
+      side.scale = take("rows of " + name, type, {batch, heads, capacity, body.channels});
+      return side;
+    }
     const bool batched = body.affine != kvq::kChannels;
     side.scale = take("scale of " + name, type, shape, batched);
     if (body.stores_zero()) side.zero = take("zero point of " + name, type, shape, batched);
+    if (body.form == kvq::kPolar) {
+      side.angle_scale = take("scale of the angles of " + name, type, shape);
+      side.angle_zero = take("zero point of the angles of " + name, type, shape);
+    }
+    if (body.pool) side.outliers = outliers(name, body.residual_type == kvq::kFloat32 ? ffi::F32 : ffi::U16, batch, heads, capacity / body.pool);
+    if (body.rotated) {
+      const int64_t half = body.channels / 2, count = (capacity + kvq::kDecoded - 1) / kvq::kDecoded;
+      const Strided steps = take("turns of " + name, ffi::F32, {2, kvq::kDecoded, half}, false);
+      const Strided starts = take("positions of " + name, ffi::F32, {2, count, half}, false);
+      side.turns = {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(starts.data), count};
+    }
     return side;
+  }
+
+  kvq::SparseSide outliers(const std::string& name, ffi::DataType type, int64_t batch, int64_t heads, int64_t pools) {
+    const auto index = next < arguments.size() ? arguments.get<ffi::AnyBuffer>(next) : ffi::Unexpected(invalid("missing"));
+    kvq::SparseSide sparse{};
+    if (index.has_value() && index->dimensions().size() == 3) sparse.slots = index->dimensions()[2];
+    sparse.heads = heads;
+    sparse.index = take("outliers of " + name, ffi::U16, {batch, pools, sparse.slots});
+    sparse.residual = take("residuals of " + name, type, {batch, pools, sparse.slots});
+    sparse.ends = take("ends of the outliers of " + name, ffi::U16, {batch, pools, heads});
+    return sparse;
   }
 };
 
@@ -138,10 +177,11 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   for (const Body* body : {&k, &v}) {
     const std::string name = body == &k ? "keys" : "values", reason = refused(*body);
     if (!reason.empty()) return invalid("the description of the " + name + " has unknown " + reason);
-    if (body->channels != channels) return invalid("q has " + std::to_string(channels) + " channels, the " + name + " do not");
+    if (body->head_dim() != channels) return invalid("q has " + std::to_string(channels) + " channels, the " + name + " do not");
     if (heads % body->heads) return invalid("the heads of a group do not divide those of the " + name);
-    if (capacity < 0 || capacity % body->span || (body->affine == kvq::kTokenGroups && capacity % body->group))
-      return invalid("capacity " + std::to_string(capacity) + " is no whole number of spans and groups");
+    if (capacity < 0 || capacity % body->span || (body->affine == kvq::kTokenGroups && capacity % body->group) ||
+        (body->pool && capacity % body->pool))
+      return invalid("capacity " + std::to_string(capacity) + " is no whole number of spans, groups and pools");
   }
   std::vector<float> tables[2];
   Taker taker{arrays};

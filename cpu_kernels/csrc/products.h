@@ -48,6 +48,7 @@ struct Packed {
 
   void find_bundles(float* scratch) {
     bundles = reinterpret_cast<Bundle*>(scratch);
+    if (body.form == kvq::kRows) return;
     for (int64_t slot = 0; slot < body.slots; slot++) count_of(slot) = int32_t(bundle(body, slot, bundles_of(slot)));
   }
 
@@ -87,7 +88,7 @@ struct Rows {
 
 // scores[r, i] = the sum of the lanes of sums[r, i], for R rows and T tokens.
 template <int R, int T>
-inline void put_sums(const Floats* sums, float* scores) {
+KVQ_INLINE void put_sums(const Floats* sums, float* scores) {
   float totals[(R * T + 7) / 8 * 8];
   for (int i = 0; i < R * T; i += 8) {
     Floats parts[8] = {};
@@ -99,7 +100,7 @@ inline void put_sums(const Floats* sums, float* scores) {
 
 // Scores of T tokens of a run with R rows.
 template <int R, int T, Scaling kScaling, class Numbers>
-inline void score_tokens(const Packed& packed, const Numbers& numbers, const Bundle* bundles, const Bundle* end, const Rows& rows,
+KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const Bundle* bundles, const Bundle* end, const Rows& rows,
                          const float* q, const float* scale, float* scores) {
   const int64_t stride = packed.body.padded();
   Floats sums[R * T] = {};
@@ -113,7 +114,7 @@ inline void score_tokens(const Packed& packed, const Numbers& numbers, const Bun
       Floats x[T];
       for (int i = 0; i < T; i++) {
         x[i] = numbers.at(low[i], high[i], low_shift, high_shift);
-        if (kScaling == Scaling::kTokens) x[i] *= scale[field.vector * kLanes / packed.body.group * kTile + i];
+        if (kScaling == Scaling::kTokens) x[i] *= scale[field.group + i];
         if (kScaling == Scaling::kElements) x[i] *= load(scale + i * stride + field.vector * kLanes);
       }
       for (int r = 0; r < R; r++) {
@@ -157,32 +158,35 @@ struct Weights {
   int64_t apart;  // 0 where all channels share them
 };
 
-// Add the weighted numbers of `count` runs to sums, for V fields of a bundle from number `first` on. All runs' bundles number `index` are
-// alike. scale: of channels, to be multiplied with the sum; or null.
-template <int R, int V, bool kShared, bool kElements, class Numbers>
-inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t index, int first, const Run* runs, int64_t count,
+// Add the weighted numbers of `count` runs to sums, for F fields from number `field` on of each of B bundles from number `index` on. All runs'
+// bundles are alike. scale: of channels, to be multiplied with the sum; or null.
+template <int R, int B, int F, bool kShared, bool kElements, class Numbers>
+inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t index, int field, const Run* runs, int64_t count,
                          const Weights& weights, const float* elements, const float* scale, float* sums) {
+  constexpr int V = B * F;
   const int64_t stride = packed.body.padded();
-  const Bundle& own = packed.bundles_of(runs->slot)[index];
+  const Bundle* own = packed.bundles_of(runs->slot) + index;
   const float *weight[V], *element[V];
   for (int j = 0; j < V; j++) {
-    const int64_t channel = own.fields[first + j].vector * kLanes;
+    const int64_t channel = own[j / F].fields[field + j % F].vector * kLanes;
     weight[j] = weights.first + (kShared ? 0 : channel / packed.body.group * weights.apart);
     element[j] = kElements ? elements + channel : nullptr;
   }
   Floats acc[R][V] = {};
   for (const Run* run = runs; run < runs + count; run++) {
-    const Bundle& bundle = packed.bundles_of(run->slot)[index];
+    const Bundle* bundle = packed.bundles_of(run->slot) + index;
     const Rows rows(packed, run->row);
     Shift low_shift[V], high_shift[V];
     for (int j = 0; j < V; j++) {
-      low_shift[j] = shift_by(bundle.fields[first + j].shift[0]);
-      high_shift[j] = shift_by(bundle.fields[first + j].shift[1]);
+      low_shift[j] = shift_by(bundle[j / F].fields[field + j % F].shift[0]);
+      high_shift[j] = shift_by(bundle[j / F].fields[field + j % F].shift[1]);
     }
     for (int64_t i = 0; i < run->count; i++) {
-      const Uints low = rows.load(0, i, bundle.place[0]), high = Numbers::kTwoSets ? rows.load(1, i, bundle.place[1]) : Uints{};
+      Uints low[B], high[B] = {};
+      for (int b = 0; b < B; b++) low[b] = rows.load(0, i, bundle[b].place[0]);
+      for (int b = 0; Numbers::kTwoSets && b < B; b++) high[b] = rows.load(1, i, bundle[b].place[1]);
       for (int j = 0; j < V; j++) {
-        Floats x = numbers.at(low, high, low_shift[j], high_shift[j]);
+        Floats x = numbers.at(low[j / F], high[j / F], low_shift[j], high_shift[j]);
         if (kElements) x *= load(element[j] + (run->token + i) * stride);
         for (int r = 0; r < R; r++) acc[r][j] += x * weight[kShared ? 0 : j][r * kPadded + run->token + i];
       }
@@ -190,7 +194,7 @@ inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t i
   }
   for (int r = 0; r < R; r++)
     for (int j = 0; j < V; j++) {
-      const int64_t at = own.fields[first + j].vector * kLanes;
+      const int64_t at = own[j / F].fields[field + j % F].vector * kLanes;
       float* sum = sums + r * stride + at;
       store(sum, load(sum) + (scale ? acc[r][j] * load(scale + at) : acc[r][j]));
     }
@@ -208,16 +212,39 @@ void weigh(const Packed& packed, int64_t rows, const Weights& weights, int64_t s
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
       for (const Run* run = runs; run < runs + count; run += together) {
-        for (int64_t b = 0; b < packed.count_of(run->slot); b++) {
-          const int size = packed.bundles_of(run->slot)[b].size;
+        const Bundle* bundles = packed.bundles_of(run->slot);
+        const int64_t last = packed.count_of(run->slot);
+        const auto sizes = [&](int64_t b, int64_t alike, int size) {  // whether so many bundles have this size
+          for (int64_t i = 0; i < alike; i++)
+            if (b + i >= last || bundles[b + i].size != size) return false;
+          return true;
+        };
+        const auto add = [&](auto bundle_count, auto field_count, int64_t b, int field) {
+          constexpr int B = decltype(bundle_count)::value, F = decltype(field_count)::value;
+          weigh_fields<R, B, F, kShared, kElements>(packed, numbers, b, field, run, together, weights, elements, scale, sums);
+        };
+        for (int64_t b = 0; b < last; b++) {
+          const int size = bundles[b].size;
           int j = 0;
           if constexpr (!kElements) {
-            for (; kLanes == 16 && j + 4 <= size; j += 4)
-              weigh_fields<R, 4, kShared, false>(packed, numbers, b, j, run, together, weights, elements, scale, sums);
-            for (; j + 2 <= size; j += 2)
-              weigh_fields<R, 2, kShared, false>(packed, numbers, b, j, run, together, weights, elements, scale, sums);
+            if constexpr (kLanes == 16) {  // as many sums as the registers hold
+              if (sizes(b, 2, 2)) {
+                add(Number<2>{}, Number<2>{}, b++, 0);
+                continue;
+              }
+              if (sizes(b, 4, 1)) {
+                add(Number<4>{}, Number<1>{}, b, 0);
+                b += 3;
+                continue;
+              }
+              for (; j + 4 <= size; j += 4) add(Number<1>{}, Number<4>{}, b, j);
+            } else if (sizes(b, 2, 1)) {
+              add(Number<2>{}, Number<1>{}, b++, 0);
+              continue;
+            }
+            for (; j + 2 <= size; j += 2) add(Number<1>{}, Number<2>{}, b, j);
           }
-          for (; j < size; j++) weigh_fields<R, 1, kShared, kElements>(packed, numbers, b, j, run, together, weights, elements, scale, sums);
+          for (; j < size; j++) add(Number<1>{}, Number<1>{}, b, j);
         }
       }
     });

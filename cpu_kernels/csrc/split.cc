@@ -47,7 +47,7 @@ struct Task {
 };
 
 // Floats of a task's result: m and l of each query row, then o.
-int64_t result_floats(const Call& call) { return call.rows * (2 + call.values.body.channels); }
+int64_t result_floats(const Call& call) { return call.rows * (2 + call.values.body.head_dim()); }
 
 class Job {
  public:
@@ -60,6 +60,10 @@ class Job {
         for (int64_t s = 0; s * kSpan < live; s++) tasks_.push_back({b, h, s});
       }
     }
+    // The short ones last: threads end at about the same time.
+    for (const bool windows : {false, true})
+      for (int64_t i = 0; i < size(); i++)
+        if ((tasks_[i].span == kOfWindows) == windows) order_.push_back(i);
     results_.resize(tasks_.size() * result_floats(call));
     helpers_ = std::max<int64_t>(0, std::min(helpers, size() - 1));
     scratch_.resize((helpers_ + 1) * scratch() + 16);
@@ -72,7 +76,7 @@ class Job {
   void work() {
     const int64_t worker = workers_++;
     for (int64_t i = next_++; i < size(); i = next_++) {
-      run(i, worker);
+      run(order_[i], worker);
       if (++done_ == size()) {
         std::lock_guard<std::mutex> lock(mutex_);
         all_done_.notify_all();
@@ -109,7 +113,12 @@ class Job {
     for (int set = 0; set < 2; set++) arrays.words[set] = static_cast<const uint16_t*>(side.words[set].at(b, h, 1));
     arrays.scale = side.scale.at(b, h, side.body.heads);
     arrays.zero = side.zero.at(b, h, side.body.heads);
+    arrays.angle_scale = side.angle_scale.at(b, h, 1), arrays.angle_zero = side.angle_zero.at(b, h, 1);
     arrays.table = side.table;
+    const SparseSide& sparse = side.outliers;
+    arrays.outliers = {static_cast<const uint16_t*>(sparse.index.at(b, 0, 1)), sparse.residual.at(b, 0, 1),
+                       static_cast<const uint16_t*>(sparse.ends.at(b, 0, 1)), sparse.slots, sparse.heads, h};
+    arrays.turns = side.turns;
     return arrays;
   }
 
@@ -138,7 +147,7 @@ class Job {
     span.keys = arrays_of(call_.keys, b, h), span.values = arrays_of(call_.values, b, h);
     const Windows windows = s == kOfWindows ? windows_of(b, h) : Windows{};
     span.windows = s == kOfWindows ? &windows : nullptr;
-    span.q = (span.windows ? call_.windows.q : call_.q) + (b * call_.heads + h) * call_.rows * k.channels;
+    span.q = (span.windows ? call_.windows.q : call_.q) + (b * call_.heads + h) * call_.rows * k.head_dim();
     span.limits = call_.limits + b * call_.queries;
     span.rows = call_.rows, span.queries = call_.queries, span.capacity = call_.capacity;
     if (s != kOfWindows) span.first = s * kSpan, span.last = std::min(live_tokens(b), (s + 1) * kSpan);
@@ -148,7 +157,7 @@ class Job {
   }
 
   void merge_head(int64_t b, int64_t h, size_t first, size_t last) const {
-    const int64_t rows = call_.rows, channels = call_.values.body.channels, at = (b * call_.heads + h) * rows;
+    const int64_t rows = call_.rows, channels = call_.values.body.head_dim(), at = (b * call_.heads + h) * rows;
     for (int64_t r = 0; r < rows; r++) {
       float most = kNegInf, total = 0;
       float* o = call_.o + (at + r) * channels;
@@ -167,7 +176,8 @@ class Job {
 
   const Call call_;
   const AttendSpan kernel_;
-  std::vector<Task> tasks_;
+  std::vector<Task> tasks_;      // by row and head, as they are merged
+  std::vector<int64_t> order_;   // in which they begin
   std::vector<float> results_, scratch_;
   int64_t helpers_ = 0;
   std::atomic<int64_t> workers_{0}, next_{0}, done_{0};

@@ -20,12 +20,24 @@ struct Strided {
   const void* at(int64_t b, int64_t k, int64_t heads) const { return data ? data + b * row + k / heads * head : nullptr; }
 };
 
+// The outliers of a whole batch: `head` is 0, for all heads share them.
+struct SparseSide {
+  Strided index;
+  Strided residual;
+  Strided ends;
+  int64_t slots = 0, heads = 0;
+};
+
 struct Side {
   Body body;
   Strided words[2];
   Strided scale;
   Strided zero;
+  Strided angle_scale;
+  Strided angle_zero;
   const float* table = nullptr;  // padded to 16 entries
+  SparseSide outliers;
+  Turns turns{};
 };
 
 // The windows of a whole batch (Windows of body.h), and the queries that read them.

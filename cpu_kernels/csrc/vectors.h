@@ -62,7 +62,16 @@ inline Floats to_float(Uints x) { return __builtin_convertvector((Ints)x, Floats
 
 inline Floats choose(Ints condition, Floats a, Floats b) { return (Floats)((condition & (Ints)a) | (~condition & (Ints)b)); }
 
-inline Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
+// max(a, b), and b where a is NaN: one instruction, which compilers do not find in a choice.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return choose(a > b, a, b);
+#endif
+}
 
 // The floats whose fp16 bits are given, exactly. Processors may be set to flush subnormal fp32 numbers, so none is computed with.
 inline Floats from_half(Uints bits) {
@@ -92,7 +101,7 @@ inline Floats load_halves(const uint16_t* p, bool bfloat16) {
 // exp(x) for x <= 0, to 2 units in the last place; 0 below -87.
 inline Floats exp_of(Floats x) {
   const Ints counts = x > -87.0f;
-  x = larger(x, splat(-87.0f));
+  x = larger(splat(-87.0f), x);  // NaN stays NaN
   const Floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
@@ -106,14 +115,53 @@ inline Floats exp_of(Floats x) {
   return (Floats)(counts & (Ints)(p * (Floats)power));
 }
 
+// The largest lane, and the sum of the lanes, by halves.
+#if defined(__AVX2__)
+inline __m256 upper_half(Floats x) {
+#if defined(__AVX512F__)
+  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1));
+#else
+  return (__m256)x;
+#endif
+}
+
+inline __m256 lower_half(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_castps512_ps256((__m512)x);
+#else
+  return (__m256)x;
+#endif
+}
+
+inline float largest_lane(Floats x) {
+  const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline float sum_of_lanes(Floats x) {
+  const __m256 eight = kLanes == 16 ? _mm256_add_ps(lower_half(x), upper_half(x)) : lower_half(x);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+inline float largest_lane(Floats x) {
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+
+inline float sum_of_lanes(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+#endif
+
 // sums[i] = the sum of the lanes of parts[i], for 8 vectors.
 inline void add_lanes(const Floats* parts, float* sums) {
 #if defined(__AVX2__)
   __m256 a[8];
   for (int i = 0; i < 8; i++) {
 #if defined(__AVX512F__)
-    a[i] = _mm256_add_ps(_mm512_castps512_ps256((__m512)parts[i]),
-                         _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)parts[i]), 1)));
+    a[i] = _mm256_add_ps(lower_half(parts[i]), upper_half(parts[i]));
 #else
     a[i] = (__m256)parts[i];
 #endif
@@ -124,22 +172,6 @@ inline void add_lanes(const Floats* parts, float* sums) {
 #else
   for (int i = 0; i < 8; i++) sums[i] = (parts[i][0] + parts[i][1]) + (parts[i][2] + parts[i][3]);
 #endif
-}
-
-inline float largest_lane(Floats x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
-}
-
-inline float sum_of_lanes(Floats x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
 }
 
 // A number of bits by which all lanes are shifted: SSE2 and NEON cannot shift each lane by its own.

@@ -52,6 +52,8 @@ def _unsupported_native(plan: LayerPlan, tokens: int) -> str | None:
         body = codec.native_body()
         if isinstance(body, str):
             return f"{name}: {body}"
+        if body.rotated and plan.regions.shards > 1:
+            return f"{name}: keys before RoPE in a body that is dealt out to shards; kernels rotate runs of neighbouring tokens"
     return None
 
 
@@ -73,8 +75,6 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
-    if plan.regions.shards > 1 and plan.k.before_rope:
-        return "k: keys before RoPE in a body that is dealt out to shards; kernels rotate runs of neighbouring tokens"
     if plan.regions.held_capacity < SPAN:
         return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {SPAN}"
     return None
@@ -209,7 +209,7 @@ def append_token(
         return None, (False,) * len(plan.codecs)
     regions = plan.regions
     whole_blocks = regions.ring_slots == regions.recent + regions.block and regions.recent % regions.block == 0 and regions.recent > 0
-    serves = whole_blocks and regions.shards == 1 and plan.cross_layer is None and regions.body_capacity > 0
+    serves = whole_blocks and plan.cross_layer is None and regions.body_capacity > 0
     jobs = [codec.kernel_job(stats, prefill=False) if serves else None for codec, stats in zip(plan.codecs, state.stats, strict=True)]
     fused = _fused()
     written = tuple(job is not None or fused.leaves_at_once(plan, codec) for codec, job in zip(plan.codecs, jobs, strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.grouped_array import GroupedArray
@@ -15,6 +16,7 @@ from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec, KernelJob
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
+from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention
@@ -99,14 +101,14 @@ def _body_arguments(
 ) -> BodyArguments:
     """Return the queries, the readers of keys and values with their arrays, and the limits, as kernels take them."""
     keys, values = (
-        reader_and_arrays(codec, own, arrays, rope, plan.regions.sink) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
+        reader_and_arrays(codec, own, arrays, rope, plan.regions) for codec, own, arrays in zip(plan.codecs, params, body, strict=True)
     )
     query = plan.k.query(params[0], stats[0], rows)
     return query, keys, values, plan.regions.held(limits[:, 0])
 
 
-def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, sink: int) -> tuple[Reader, list[Array]]:
-    """Return the reader of a codec's body, whose first token stands at position `sink`, and the arrays that it reads.
+def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None, regions: Regions) -> tuple[Reader, list[Array]]:
+    """Return the reader of a codec's body, or of what this shard holds of it, and the arrays that it reads.
 
     Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before RoPE come without `rope`.
     """
@@ -117,7 +119,10 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
         return reader, arrays
     if rope is None:
         raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
-    return dataclasses.replace(reader, sink=sink), [*arrays, rope.inverse_frequencies, rope.attention_factor]
+    arrays += [rope.inverse_frequencies, rope.attention_factor]
+    if regions.axis is not None:
+        arrays.append(lax.axis_index(regions.axis))
+    return dataclasses.replace(reader, sink=regions.sink, block=regions.block, shards=regions.shards), arrays
 
 
 def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:
@@ -138,8 +143,12 @@ def append_token(
 ) -> LayerState:
     """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in each body
     whose codec has a job."""
-    block, first = plan.regions.block, plan.regions.body(start)
-    places = Places(start, total > start, first, plan.regions.body(total) > first)
+    regions, block = plan.regions, plan.regions.block
+    first = regions.body(start)
+    leaving = regions.body(total) > first
+    if regions.axis is not None:
+        leaving &= regions.holds(first)
+    places = Places(start, total > start, first, regions.held_index(first), leaving)
     sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
     for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
         blocks = Rows(load_body(specs[side], state.body[side])) if leaves_at_once(plan, codec) else None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from cpu_kernels import store
-from cpu_kernels.attention import WINDOW_DTYPES, Windows, decode_attention
+from cpu_kernels.attention import TOGETHER, WINDOW_DTYPES, Windows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
+from kvq_jax.types.rope import Rope, cosines_and_sines
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 
 
@@ -27,7 +30,7 @@ def attend(
     rows = inputs.q_rot.reshape(batch, plan.heads, heads // plan.heads, head_dim)
     seen = _seen(plan, inputs, limits)
     windows = Windows(rows, seen, (after.sink[0], after.ring[0]), (after.sink[1], after.ring[1]))
-    part = _of_body(plan, params, after.stats, body, rows, limits, windows)
+    part = _of_body(plan, params, after.stats, body, inputs.rope, rows, limits, windows)
     return online_softmax.finish(part).astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape)
 
 
@@ -49,16 +52,26 @@ def read_body(view: streaming.View, queries: streaming.Queries, rows: Float[Arra
     """Return `part` with the body added, as `streaming.read_chunks` does, but by the C++ kernel."""
     if not view.plan.regions.held_capacity:
         return part
-    of_body = _of_body(view.plan, view.params, view.stats, view.body, rows, queries.limits, None)
+    of_body = _of_body(view.plan, view.params, view.stats, view.body, view.rope, rows, queries.limits, None)
     return online_softmax.merge(part, of_body)
 
 
 def _of_body(
-    plan: LayerPlan, params: Tree, stats: Sides, body: Sides, rows: Float[Array, "B K R H"], limits: PositionsBT, windows: Windows | None
+    plan: LayerPlan,
+    params: Tree,
+    stats: Sides,
+    body: Sides,
+    rope: Rope | None,
+    rows: Float[Array, "B K R H"],
+    limits: PositionsBT,
+    windows: Windows | None,
 ) -> PartialAttention:
+    capacity = plan.regions.held_capacity
     keys, values = (_body_and_arrays(*side) for side in zip(plan.codecs, params, body, strict=True))
     query = plan.k.query(params[0], stats[0], rows)
-    held, capacity = plan.regions.held(limits), plan.regions.held_capacity
+    if keys[0].rotated:
+        keys = keys[0], [*keys[1], *_turns(rope, plan.regions.sink, capacity)]
+    held = plan.regions.held(limits)
     m, l, o = decode_attention(query, keys, values, held, capacity=capacity, windows=windows)
     return PartialAttention(m, l, plan.v.kernel_sum(o))
 
@@ -68,6 +81,17 @@ def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list
     if isinstance(description, str):
         raise ValueError(description)
     return description, codec.kernel_arrays(params, body)
+
+
+def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
+    """Return the cosines and sines by which the kernel rotates keys cached before RoPE: of the first few tokens, times RoPE's attention
+    factor, and of the position of every so many tokens of the body."""
+    if rope is None:
+        raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
+    steps, starts = jnp.arange(TOGETHER, dtype=jnp.int32), jnp.arange(sink, sink + capacity, TOGETHER, dtype=jnp.int32)
+    plain = dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))
+    tables = cosines_and_sines(steps[None], rope), cosines_and_sines(starts[None], plain)
+    return [jnp.concatenate(table) for table in tables]
 
 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:

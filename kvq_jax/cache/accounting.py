@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvq_jax.arrays.stored import load_body
-from kvq_jax.cache.cache import Cache, dims_of, layout
+from kvq_jax.cache.cache import Cache, dims_of, layout, plans_for
 from kvq_jax.cache.moving import move
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
@@ -43,13 +44,12 @@ def body_bits_per_element(spec: CacheSpec | str, config: ModelDims) -> float:
 
     Counted from the arrays of whole blocks. Elements in full precision count as 16 bits, whatever dtype the model has.
     """
-    cache = layout(spec, config, 1, 1, "bfloat16")
     bits = elements = 0
-    for plan in cache.plans:
+    for plan, layers in Counter(plans_for(spec, config, "bfloat16")).items():
         tokens = plan.regions.block * 32
         for codec in plan.codecs:
-            bits += 8 * nbytes(codec.body(1, plan.heads, tokens))
-        elements += 2 * plan.heads * tokens * plan.head_dim
+            bits += layers * 8 * nbytes(codec.body(1, plan.heads, tokens))
+        elements += layers * 2 * plan.heads * tokens * plan.head_dim
     return bits / elements
 
 
@@ -61,7 +61,7 @@ def unmet_options(cache: Cache) -> tuple[str, ...]:
 
 def outlier_fraction(spec: CacheSpec | str, config: ModelDims) -> float:
     """Return the share of the body's elements that have a slot for an outlier, averaged over layers and sides."""
-    sides = [(plan, codec) for plan in layout(spec, config, 1, 1).plans for codec in plan.codecs]
+    sides = [(plan, codec) for plan in plans_for(spec, config) for codec in plan.codecs]
     return sum(codec.outlier_slots(plan.heads) / (plan.heads * plan.head_dim) for plan, codec in sides) / len(sides)
 
 

@@ -100,6 +100,12 @@ def plans(spec: CacheSpec, dims: CacheDims, capacity: int, dtype: str, placement
     return tuple(placed(spec.layer(i, dims, capacity, dtype), placement, dims.num_attention_heads) for i in layers)
 
 
+def plans_for(spec: CacheSpec | str, config: ModelDims, dtype: DTypeLike | None = None) -> tuple[LayerPlan, ...]:
+    """Return the plan of every layer of a cache of one token, for what does not depend on its size. Raises as `init_cache`."""
+    spec, dims, name = _checked(spec, config, 1, 1, dtype, None)
+    return plans(spec, dims, 1, name)
+
+
 def dims_of(config: ModelDims) -> CacheDims:
     """Return the dimensions of a model's config that shape its caches."""
     return CacheDims(*(int(getattr(config, f.name)) for f in dataclasses.fields(CacheDims)))
@@ -147,7 +153,9 @@ def axes(
     axes("kivi", config, batch=1, capacity=4096).layers[0].body[0].scale["tokens"]       # Axis("tokens", 4000, per=32)
     """
     spec, dims, name = _checked(spec, config, batch, capacity, dtype, placement)
-    layers = tuple(plan.axes(batch, name) for plan in plans(spec, dims, capacity, name, placement))
+    of_layers = plans(spec, dims, capacity, name, placement)
+    described = {plan: plan.axes(batch, name) for plan in dict.fromkeys(of_layers)}  # most layers of a model have equal plans
+    layers = tuple(described[plan] for plan in of_layers)
     lengths = ArraySpec((Axis("batch", batch),), "int32")
     return describe(Cache, layers=layers, lengths=lengths, spec=spec, dims=dims, capacity=capacity, dtype=name, placement=placement)
 
@@ -174,14 +182,25 @@ def shardings(described: Cache, placement: Placement) -> Cache:
     return jax.tree.unflatten(jax.tree.structure(described), [*of_layers, placement.everywhere])
 
 
-def check_held(cache: Cache) -> None:
-    """Raise ValueError where a call has consumed the cache: donated buffers are gone."""
+def is_parked(cache: Cache) -> bool:
+    """Return True where a cache's bodies are in the host's memory (parking.py); traced arrays know it, too."""
+    bodies = jax.tree.leaves([layer.body for layer in cache.layers])
+    return any(isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in bodies)
+
+
+def check_held(cache: Cache, *, parked: bool = False) -> None:
+    """Raise ValueError where a call has consumed the cache, whose donated buffers are gone, or its bodies are in the host's memory; with
+    `parked`, where they are not."""
     arrays = (leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
     if any(array.is_deleted() for array in arrays):
         raise ValueError(
             "this cache was consumed by a call that took it over (prefill, score, generate, or a jit that donates it): go on with "
             "the cache in that call's result"
         )
+    if parked and not is_parked(cache):
+        raise ValueError("this cache is not parked: only what kvq.park returned comes back")
+    if not parked and is_parked(cache):
+        raise ValueError("this cache is parked in the host's memory: kvq.unpark(cache) brings it back")
 
 
 def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
@@ -189,7 +208,7 @@ def has_prompt_statistics(spec: CacheSpec | str, config: ModelDims) -> bool:
 
     A sequence that starts without a prompt never has them, and is quantized as if the method had no such part. Raises as `init_cache`.
     """
-    codecs = ((codec, plan.heads) for plan in layout(spec, config, 1, 1).plans for codec in plan.codecs)
+    codecs = ((codec, plan.heads) for plan in set(plans_for(spec, config)) for codec in plan.codecs)
     return any(math.prod(leaf.shape) for codec, heads in codecs for leaf in jax.tree.leaves(codec.statistics_spec(1, heads)))
 
 

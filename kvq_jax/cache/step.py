@@ -128,6 +128,39 @@ def append_and_attend(
     Raises ValueError, in one line, for shapes that do not fit the cache, where the method needs an array that is not given (it is named),
     after the last layer, and where a named implementation cannot run.
     """
+    return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=True)
+
+
+def append(
+    step: Step,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    *,
+    q: QueryBNTH,
+    q_pre: QueryBNTH | None = None,
+    k_pre: RowsBKTH | None = None,
+    x: Float[Array, "B T D"] | None = None,
+    residual: Float[Array, "B T D"] | None = None,
+    rope: Rope | None = None,
+) -> Step:
+    """Return the step of `append_and_attend` without its attention, which is not computed: for a prompt that goes into several caches, and
+    whose attention is the same in all of them. Arguments and errors are those of `append_and_attend`."""
+    return _through_layer(step, q, k, v, q_pre, k_pre, x, residual, rope, attend=False)[1]
+
+
+def _through_layer(
+    step: Step,
+    q: QueryBNTH,
+    k: RowsBKTH,
+    v: RowsBKTH,
+    q_pre: QueryBNTH | None,
+    k_pre: RowsBKTH | None,
+    x: Float[Array, "B T D"] | None,
+    residual: Float[Array, "B T D"] | None,
+    rope: Rope | None,
+    *,
+    attend: bool,
+) -> tuple[QueryBNTH, Step]:
     cache = step.cache
     if step.layer == len(cache.layers):
         raise ValueError(f"the cache has {len(cache.layers)} layers, and the step went through all of them: finish(step) returns the cache")
@@ -145,7 +178,8 @@ def append_and_attend(
     choice = functools.partial(dispatch.choose, step.implementation)
     if cache.placement is None:
         chosen = choice(plan, dims.num_attention_heads, 1 if step.prefill else tokens)
-        out, state, carry = _layer_step(plan, step.prefill, *_by_platform(step, chosen), own, state, inputs, step.carry)
+        through = _layer_step if attend else _layer_append
+        out, state, carry = through(plan, step.prefill, *_by_platform(step, chosen), own, state, inputs, step.carry)
     else:
         parts = cache.placement.size("heads")
         chosen = choice(plan.share(parts), dims.num_attention_heads // parts, 1 if step.prefill else tokens)
@@ -192,6 +226,22 @@ def _layer_step(
     if not by_platform:
         return by(implementation)(*arrays)
     return lax.platform_dependent(*arrays, cuda=by(implementation), default=by("xla"))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _layer_append(
+    plan: LayerPlan,
+    prefill: bool,
+    implementation: Implementation,
+    by_platform: bool,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+) -> tuple[QueryBNTH, LayerState, Tree]:
+    """Run `_layer_step` with its queries in the place of its attention, which is dead code then: XLA leaves it out."""
+    _, after, carry = _layer_step(plan, prefill, implementation, by_platform, params, state, inputs, carry)
+    return inputs.q_rot, after, carry
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))

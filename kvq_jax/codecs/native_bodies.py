@@ -11,6 +11,8 @@ from pallas_kernels.tiles.layout import PlaneLayout
 
 MOST_CHANNELS = 1024
 MOST_BITS = 9
+MOST_POLAR_BITS = 12
+LANES = 16  # of the widest vectors
 
 
 def grouped(codec: StoredGroups) -> Body | str:
@@ -26,6 +28,7 @@ def grouped(codec: StoredGroups) -> Body | str:
         heads=1 if over_tokens else format.heads,
         scale_dtype=format.scale_dtype,
         centre=None if format.stores_zero else format.centre,
+        rotated=codec.pre_rope,
     )
 
 
@@ -37,20 +40,38 @@ def nonuniform(
         return reason
     if layout.bits > 4:
         return f"{layout.bits}-bit codes; CPU kernels look up tables for up to 4 bits"
-    if pool:
-        return "outliers are stored beside the codes, which no CPU kernel adds"
+    residual_dtype = "float32" if scale_dtype == "float32" else "float16"  # as CodebookFormat stores them
+    options = {"table": True, "pool": pool, "residual_dtype": residual_dtype, "rotated": pre_rope}
     if group is None:
-        return _body(layout, "channels", 1, scale_dtype="float32", table=True)
-    return _body(layout, "channel groups", group.channels, heads=group.heads, scale_dtype=scale_dtype, table=True)
+        return _body(layout, "channels", 1, scale_dtype="float32", **options)
+    return _body(layout, "channel groups", group.channels, heads=group.heads, scale_dtype=scale_dtype, **options)
 
 
-def _unsupported(layout: PlaneLayout, *, pre_rope: bool) -> str | None:
-    if pre_rope:
-        return "keys cached before RoPE, which no CPU kernel rotates"
+def polar(layout: PlaneLayout, angle_bits: int, group: int, scale_dtype: str, *, grouped_angles: bool, root: bool) -> Body | str:
+    """Describe keys in polar form, or say in one line why kernels cannot read them. Arguments: `kernel_readers.polar`; root: radii are the
+    squares of what is stored."""
+    if not grouped_angles:
+        return "one step of the radii for a whole sequence; CPU kernels read radii in groups of tokens"
+    if reason := _unsupported(layout, most_bits=MOST_POLAR_BITS):
+        return reason
+    return _body(layout, "token groups", group, scale_dtype=scale_dtype, form="polar", angle_bits=angle_bits, root=root)
+
+
+def rows(channels: int, dtype: str) -> Body | str:
+    """Describe rows in full precision, or say in one line why kernels cannot read them."""
+    if channels > MOST_CHANNELS:
+        return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
+    chunks = -(-channels // LANES)
+    return Body(0, 0, channels, chunks, LANES, 1, 1, "channels", 1, scale_dtype=dtype, form="rows")
+
+
+def _unsupported(layout: PlaneLayout, *, pre_rope: bool = False, most_bits: int = MOST_BITS) -> str | None:
+    if pre_rope and layout.channels % 2:
+        return f"keys before RoPE of {layout.channels} channels, which are not pairs"
     if layout.channels > MOST_CHANNELS:
         return f"head_dim {layout.channels}; CPU kernels serve up to {MOST_CHANNELS}"
-    if layout.bits > MOST_BITS or len(layout.sets) > 2:
-        return f"{layout.bits}-bit codes; CPU kernels unpack those of up to {MOST_BITS} bits in two plane sets"
+    if layout.bits > most_bits or len(layout.sets) > 2:
+        return f"{layout.bits}-bit codes; CPU kernels unpack those of up to {most_bits} bits in two plane sets"
     return None
 
 

@@ -108,8 +108,11 @@ def parse(text: str, devices: int | Sequence[Any] | None = None) -> Placement:
         if way not in WAYS or way in sizes or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"mesh {text!r}: write rows=R,heads=H,tokens=T, each once or not at all, with numbers of at least 1")
         sizes[way] = int(size)
-    if math.prod(sizes.values()) > number:
-        raise ValueError(f"mesh {text!r} needs {math.prod(sizes.values())} devices, and there are {number}")
+    wanted = math.prod(sizes.values())
+    if wanted > number:
+        virtual = not isinstance(found, int) and found[0].platform == "cpu"
+        hint = f" (XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes virtual ones of a CPU)" if virtual else ""
+        raise ValueError(f"mesh {text!r} needs {wanted} devices, and there are {number}{hint}")
     return Placement(mesh_of(sizes, found), **{way: way for way in sizes})
 
 

@@ -80,8 +80,13 @@ class Placement:
         return jax.tree.map(self.partition, specs)
 
     def shardings(self, specs: Tree) -> Tree:
-        """Return a NamedSharding for each description of a tree."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, self.partition(spec)), specs)
+        """Return a NamedSharding for each description of a tree. Arrays without entries (the first tokens' window of a cache that has none)
+        are everywhere: so XLA returns them, whatever it was asked."""
+
+        def of(spec: ArraySpec) -> NamedSharding:
+            return NamedSharding(self.mesh, self.partition(spec)) if all(spec.shape) else self.everywhere
+
+        return jax.tree.map(of, specs)
 
     @property
     def everywhere(self) -> NamedSharding:

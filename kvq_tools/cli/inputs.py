@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -26,7 +26,9 @@ from kvq_models.llama import checkpoint
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.layer_weights import check_weights
 from kvq_tools.chat_template import rendered
+from kvq_tools.cli import planned
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, warn
+from kvq_tools.cli.planned import NamedCache
 
 DTYPES = ("float32", "bfloat16")
 MOST_SEED = 2**32 - 1
@@ -46,6 +48,7 @@ SPEC, what stands after --cache:
   rotate=true, of every method but a few, quantizes keys and values rotated by a Hadamard matrix: for formats with one scale for
   many channels (int4, nf4, mxfp4)
   subtract_bias=true caches keys without k_proj's bias and adds its share of the scores exactly (Qwen2, Qwen2.5)
+  auto:bits=2.5 is waterfill with the widths that a plan of the model found, plan.json the cache that `kvq plan --out plan.json` wrote
   kvq methods lists all names and options."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
@@ -125,16 +128,9 @@ def sampling_in_words(sampling: Sampling) -> str:
 def cache_spec(text: str) -> kvq.CacheSpec:
     """Parse --cache."""
     try:
-        return kvq.parse(text)
+        return planned.read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-class NamedCache(NamedTuple):
-    """A cache and its text as the user wrote it, for tables: str(spec) leaves defaults out."""
-
-    text: str
-    spec: kvq.CacheSpec
 
 
 def named_cache(text: str) -> NamedCache:

@@ -35,14 +35,15 @@ COMMANDS = {
     "lm-eval": "pass a command line to lm-evaluation-harness, which then has kvq among its models",
     "memory": "count the exact bytes of a cache, from config.json alone",
     "calibrate": "make the parameters that a cache needs, from a model and a text",
-    "plan": "share a budget of bits or bytes out over a model's channels, and print the cache",
+    "plan": "find the best cache for a budget of bits or bytes, measured on a text or from a calibration",
+    "quantize-weights": "write a checkpoint whose weights have few different values",
     "stress": "write a checkpoint with the same dense outputs and a harder cache",
     "methods": "list the cache methods with their options, defaults and sources",
     "doctor": "tell layer by layer what a cache will do to a model, and warn of what may go wrong",
 }
 
 PASSED_ON = ("lm-eval",)  # commands whose arguments are another program's
-WITHOUT_PROGRAMS = ("fetch", "memory", "methods", "plan")  # commands that compile nothing
+WITHOUT_PROGRAMS = ("fetch", "memory", "methods")  # commands that compile nothing
 
 DESCRIPTION = """\
 KV-cache quantization for JAX: runs Hugging Face Llama-family checkpoints with a cache that is 2 to 7 times smaller than bf16."""
@@ -143,6 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             compilation_cache.begin()
         with _warnings_in_one_line():
+            if hasattr(options, "cache"):
+                from kvq_tools.cli import planned  # imports JAX, as above
+
+                planned.settle(options)
             options.run(options)
         sys.stdout.flush()
     except NotFiniteError as error:

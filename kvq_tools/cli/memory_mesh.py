@@ -15,6 +15,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 import kvq_jax as kvq
 from kvq_jax.methods.xquant import roofline
 from kvq_jax.methods.xquant.roofline import Device
@@ -23,6 +25,7 @@ from kvq_models.inference.memory import accumulators, parameter_bytes
 from kvq_models.llama import sharding
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama, abstract_llama
+from kvq_models.llama.whole_heads import gathered_together
 from kvq_tools.cli.console import format_bytes
 from kvq_tools.cli.tables import print_line, print_table
 
@@ -73,6 +76,7 @@ class Share:
     working_bytes: int
     total_bytes: int
     read_bytes: int
+    collectives: int
     milliseconds: float
     fits: bool | None
 
@@ -112,13 +116,27 @@ def share(
     read = weights + body + windows + parameters - (0 if config.tie_word_embeddings else embedding)
     # the accumulator is written in the base layer, then read and written, and everywhere read by attention
     read += working * sum(2 if plan.cross_layer.starts else 3 for plan in cache.plans if plan.cross_layer)
-    split = placement.size("heads") * placement.size("tokens") > 1
-    collectives = config.num_hidden_layers * (2 * split + 2 * (placement.size("tokens") > 1))
+    moves = collectives(config, dtype, placement)
     memory = MEMORY.get(device.name)
-    milliseconds = 1e3 * (read / device.bandwidth + collectives * LATENCY)
+    milliseconds = 1e3 * (read / device.bandwidth + moves * LATENCY)
     fits = None if memory is None else total <= memory
     held = weights, body, windows, parameters, working, total
-    return Share(str(placement), placement.devices, *held, read, milliseconds, fits)
+    return Share(str(placement), placement.devices, *held, read, moves, milliseconds, fits)
+
+
+def collectives(config: LlamaConfig, dtype: str, placement: kvq.Placement) -> int:
+    """Return how many collectives a decode step runs on a mesh, each of which moves one token's numbers.
+
+    A sum for each projection whose input is split, and one for the embedding. Where tokens are split, a maximum and a sum merge what shards
+    attended to, and queries, keys and values are gathered, whose weights are split further than heads are.
+    """
+    shardings = sharding.weight_shardings(_abstract(config, 1, dtype), placement)
+    split = {path for path, where in shardings.items() if any(where.spec)}
+    of_layer = sum(f"layers.0.{name}.kernel" in split for name in ("o_proj", "mlp.down_proj"))
+    if placement.size("tokens") > 1:
+        widths = [heads * config.head_dim for heads in (config.num_attention_heads, *(config.num_key_value_heads,) * 2)]
+        of_layer += 2 + len(gathered_together(widths, jnp.dtype(dtype).itemsize, placement))
+    return ("embed" in split) + config.num_hidden_layers * of_layer
 
 
 def _codecs(cache: Any) -> list[Any]:
@@ -146,14 +164,14 @@ def _placements(devices: int) -> Iterator[kvq.Placement]:
 
 
 def print_shares(caches: list[dict[str, Any]], device: Device) -> None:
-    columns = ("cache", "placement", "weights", "body", "windows", "other", "total", "fits", "read in a step", "ms a token")
+    columns = ("cache", "placement", "weights", "body", "windows", "other", "total", "fits", "read in a step", "collectives", "ms a token")
     rows = []
     for cache in caches:
         own = cache["mesh"]
         sizes = [format_bytes(own[f"{part}_bytes"]) for part in ("weight", "body", "window")]
         other = format_bytes(own["parameter_bytes"] + own["working_bytes"])
         fits = {True: "yes", False: "no", None: "?"}[own["fits"]]
-        step = format_bytes(own["read_bytes"]), f"{own['milliseconds']:.2f}"
+        step = format_bytes(own["read_bytes"]), str(own["collectives"]), f"{own['milliseconds']:.2f}"
         rows.append([cache["name"], own["placement"], *sizes, other, format_bytes(own["total_bytes"]), fits, *step])
     print_table(f"on each of {caches[0]['mesh']['devices']} devices ({device.name})", columns, rows, numeric=columns[2:])
     rates = f"{device.bandwidth / 1e12:.2f} TB/s and {LATENCY * 1e6:.0f} us for a collective"

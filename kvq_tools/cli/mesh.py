@@ -19,7 +19,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         metavar="WAYS",
         help="split the model and its cache among devices: rows=R,heads=H,tokens=T, each once or not at all, or auto "
-        "(all devices: heads as far as the cache allows, tokens for the rest); default: one device. docs/scale.md",
+        "(all devices: heads as far as the cache allows, tokens for the rest); default: one device. To try it on a CPU, set "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8. docs/scale.md",
     )
 
 

@@ -46,6 +46,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are refused, and the valu
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
+NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {  # the same of a message; a client that sends an answer back sends some of them
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "name": (None,),
+    "refusal": (None,),
+    "tool_calls": (None, []),
+}
 
 
 class _Fields(BaseModel):
@@ -140,16 +148,14 @@ def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
     """Return the checked fields of a request. Raises ApiError in OpenAI's words, naming the field."""
     if not isinstance(given, dict):
         raise errors.ApiError(400, "The request body must be a JSON object.")
-    served = kind.model_fields
-    for name, value in given.items():
-        if name in served:
-            continue
-        if name not in NEUTRAL:
-            raise errors.unrecognized(name)
-        if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
-            raise errors.unsupported(name, value)
+    asked = _served(given, kind, NEUTRAL)
+    if isinstance(messages := asked.get("messages"), list):
+        asked["messages"] = [
+            _served(message, Message, NEUTRAL_IN_MESSAGES, f"messages[{i}].") if isinstance(message, dict) else message
+            for i, message in enumerate(messages)
+        ]
     try:
-        fields = kind.model_validate({name: value for name, value in given.items() if name in served})
+        fields = kind.model_validate(asked)
     except pydantic.ValidationError as failure:
         raise _first(failure) from None
     if len(fields.stops) > MOST_STOPS or not all(fields.stops):
@@ -159,6 +165,18 @@ def read(kind: type[CompletionFields] | type[ChatFields], given: Any) -> Any:
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
         raise errors.invalid("top_logprobs", "it is only allowed where 'logprobs' is true")
     return fields
+
+
+def _served(given: dict[str, Any], kind: type[BaseModel], neutral: dict[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
+    """Return the fields that are served. Raises ApiError where another one asks for something, or is not known."""
+    for name, value in given.items():
+        if name in kind.model_fields:
+            continue
+        if name not in neutral:
+            raise errors.unrecognized(f"{where}{name}")
+        if not any(value == none and isinstance(value, bool) == isinstance(none, bool) for none in neutral[name]):
+            raise errors.unsupported(f"{where}{name}", value)
+    return {name: value for name, value in given.items() if name in kind.model_fields}
 
 
 def _first(failure: pydantic.ValidationError) -> errors.ApiError:

@@ -52,11 +52,12 @@ class Rows(NamedTuple):
 
 class Places(NamedTuple):
     """Where rows of the batch stand. position: of the new token; new: whether there is one; first: the first token of the block that
-    leaves; leaving: whether one does."""
+    leaves, counted after the sink; place: of it in the body, which may be a shard of every D-th block; leaving: whether one does."""
 
     position: Int[Array, " B"]
     new: Bool[Array, " B"]
     first: Int[Array, " B"]
+    place: Int[Array, " B"]
     leaving: Bool[Array, " B"]
 
 
@@ -80,9 +81,9 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
     """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
 
     Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of the block, so that a block
-    never wraps, and the block that leaves does not hold the new token. first: a multiple of the block, counted after the sink. Equations
-    and exactness are those of `quantize_rows`. A body of rows takes the new one at `first` where it leaves. Raises ValueError where the
-    kernel cannot serve the format, or a block does not fit the ring.
+    never wraps, and the block that leaves does not hold the new token. first, place: multiples of the block. Equations and exactness are
+    those of `quantize_rows`. A body of rows takes the new one at `place` where it leaves. Raises ValueError where the kernel cannot serve
+    the format, or a block does not fit the ring.
     """
     batch, heads, _, channels = sides[0].row.shape
     works, inputs, stored = list[_Work](), list[Array](), list[Array]()
@@ -144,7 +145,9 @@ def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
     return side._replace(sink=sink, ring=ring, blocks=side.blocks._replace(body=packed))
 
 
-def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]) -> None:
+def _kernel(
+    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]
+) -> None:
     # refs: of each side the row [1, H] and the divisor [1, H] if any; then sink [E, H] if any, ring [R, H], the body's words [S / n, w],
     # scale and zero of each side as they were; and these as they become
     held = sum(work.stored for work in works)
@@ -168,14 +171,14 @@ def _kernel(position_ref: Any, new_ref: Any, first_ref: Any, leaving_ref: Any, *
 
             @pl.when(leaving & (program == work.start))
             def _(row=row, body=body) -> None:
-                body[0][pl.ds(first_ref[0], 1), :] = row[...].astype(body[0].dtype)
+                body[0][pl.ds(place_ref[0], 1), :] = row[...].astype(body[0].dtype)
 
         if work.job is not None:
             own = program - work.start  # outside of the branch, where an interpreted kernel knows it
 
             @pl.when(leaving & (own >= 0) & (own < work.units))
             def _(work=work, job=work.job, ring=ring, body=body, divisor=divisor, own=own) -> None:
-                at, slot = first_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
+                at, slot = place_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
                 words, scale, zero = (body[:-1], body[-1], None) if job.reader.centre is not None else (body[:-2], *body[-2:])
                 views, kernel = (_token_views, token_kernel) if job.reader.axis == "tokens" else (_channel_views, channel_kernel)
                 rows, *others = views(job, ring, words, scale, zero, at, slot)

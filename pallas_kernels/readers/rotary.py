@@ -5,6 +5,9 @@
 A tile of tokens starts at p: the queries are turned back to it, once for a tile, and its keys are turned by their distance d from its
 start, by the same small table of cosines and sines for every tile. So a key costs two fp16 products and two multiply-adds for each two
 pairs of channels, and no table that grows with the context is read for each head.
+
+A shard of a body that was dealt out holds every D-th block: a tile still turns as a whole, by one table, as long as it is a part of a block
+or whole blocks, between which positions jump alike.
 """
 
 from __future__ import annotations
@@ -36,12 +39,18 @@ LONGEST_TILE = 128
 class RotatedReader(Reader):
     """Keys of another reader, rotated to their positions: pairs (i, i + H/2), k_rot = a (k1 cos - k2 sin, k2 cos + k1 sin).
 
-    Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [], both fp32. Body token t stands at
-    position sink + t. The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16 before and after.
+    Stored arrays: the other reader's, then inverse_frequencies [H/2] and the attention factor a [], both fp32, and, of several shards, the
+    number of this one, [] int32. Token t of shard s stands at position
+
+        sink + (t // block * shards + s) * block + t % block        sink + t, where there is one shard
+
+    The halves of a head are whole chunks. Cosines, sines, queries and keys are fp16 before and after.
     """
 
     inner: Reader
     sink: int = 0
+    block: int = SPAN
+    shards: int = 1
 
     @property
     def slots(self) -> int:
@@ -67,16 +76,19 @@ class RotatedReader(Reader):
 
     @property
     def longest_tile(self) -> int:
-        return LONGEST_TILE
+        """Return the most tokens of a tile: a power of two, like the tile, that divides blocks or is a multiple of them."""
+        of_block = self.block & -self.block
+        return LONGEST_TILE if self.shards == 1 or of_block == self.block else min(of_block, LONGEST_TILE)
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        *inner, frequencies, _ = stored
+        inner, frequencies, _ = self._apart(stored)[:3]
         shape = (1, 1, LONGEST_TILE // SPAN, self.slots, SPAN // self.slots, frequencies.shape[0])
-        return (*self.inner.arrays(inner), *(a.reshape(shape) for a in angle_tables(frequencies, jnp.arange(LONGEST_TILE))))
+        tables = angle_tables(frequencies, self._distances(jnp.arange(LONGEST_TILE)))
+        return (*self.inner.arrays(inner), *(a.reshape(shape) for a in tables))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        frequencies, factor = stored[-2:]
-        cos, sin = angle_tables(frequencies, self.sink + SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN))
+        _, frequencies, factor, starts = self._apart(stored)
+        cos, sin = angle_tables(frequencies, starts)
         count, width = self.chunks
         positions = (a.reshape(1, 1, -1, count // 2, width) for a in (cos, sin))
         return query_planes(q * factor, count), *positions
@@ -86,8 +98,21 @@ class RotatedReader(Reader):
     ) -> Float[Array, "B K G S"] | None:
         if not self.inner.adds_scores:
             return None
+        inner, frequencies, factor, starts = self._apart(stored)
+        return self.inner.more_scores(q * factor, inner, limits, launch, turn(frequencies, starts))
+
+    def _apart(self, stored: Sequence[Array]) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
+        """Return the other reader's arrays, the frequencies, the attention factor and the position of each span's first token."""
+        first: int | Array = self.sink
+        if self.shards > 1:
+            *stored, shard = stored
+            first = self.sink + shard * self.block
         *inner, frequencies, factor = stored
-        return self.inner.more_scores(q * factor, inner, limits, launch, turn(frequencies, self.sink, stored[0].shape[2] * self.slots))
+        return inner, frequencies, factor, first + self._distances(SPAN * jnp.arange(stored[0].shape[2] * self.slots // SPAN))
+
+    def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Return how far each token stands from the shard's first one."""
+        return tokens if self.shards == 1 else tokens // self.block * (self.block * self.shards) + tokens % self.block
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         *inner, cosines, sines = refs

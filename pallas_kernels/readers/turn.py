@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.tiles.layout import SPAN
@@ -20,7 +20,6 @@ class Turn(NamedTuple):
     sin: Float[Array, "32 half"]
 
 
-def turn(frequencies: Float[Array, " half"], sink: int, tokens: int) -> Turn:
-    """Return the rotation of `tokens` body tokens, the first of them at position `sink`."""
-    starts, distances = sink + SPAN * jnp.arange(tokens // SPAN), jnp.arange(SPAN)
-    return Turn(*cos_and_sin(starts, frequencies), *cos_and_sin(distances, frequencies))
+def turn(frequencies: Float[Array, " half"], starts: Int[Array, " spans"]) -> Turn:
+    """Return the rotation of tokens in spans of SPAN neighbours, which begin at these positions."""
+    return Turn(*cos_and_sin(starts, frequencies), *cos_and_sin(jnp.arange(SPAN), frequencies))

@@ -7,15 +7,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import kvq_jax as kvq
 from benchmarks.llama_8b import llama_config
 from benchmarks.machine_code.compile import compile_for, mesh_of
+from benchmarks.machine_code.launches import calibrated
 from benchmarks.machine_code.target import H200
 from benchmarks.machine_code.tools import missing
 from kvq_models import decode_step
 from kvq_models.llama.model import abstract_llama
 from kvq_models.llama.sharding import abstract_on
+from kvq_tools.cli import memory_mesh
 from pallas_kernels.launch import Launch
 from tests.multi_device.placed_runs import collectives
 
@@ -24,18 +27,25 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missin
 CONFIG, CAPACITY = llama_config(1), 10 << 20  # at any length XLA joins the weights of gate and up, 29 MB
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (2, 4)])
-def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(heads: int, tokens: int):
+@pytest.mark.parametrize(("spec", "heads", "tokens"), [("kivi:bits=4", 8, 1), ("kivi:bits=4", 2, 4), ("kvquant:bits=3", 1, 8)])
+def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(spec: str, heads: int, tokens: int):
+    """Keys after RoPE, and before it, which are rotated to where each shard's blocks stand."""
     placement = kvq.Placement(mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens")
-    cache = kvq.layout("kivi:bits=4", CONFIG, 1, CAPACITY, "bfloat16", placement)
-    token = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=placement.everywhere)
+    cache = kvq.layout(spec, CONFIG, 1, CAPACITY, "bfloat16", placement)
+
+    def everywhere(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=placement.everywhere)
+
+    llama = abstract_on(abstract_llama(CONFIG, "bfloat16"), placement)
+    llama.cache_parameters = nnx.data(jax.tree.map(everywhere, tuple(calibrated(plan) for plan in cache.plans)))
+    token = everywhere(jax.ShapeDtypeStruct((1,), jnp.int32))
     step = jax.jit(functools.partial(decode_step, implementation=Launch("asm")), donate_argnums=1)
-    program = compile_for(H200, step, (abstract_on(abstract_llama(CONFIG, "bfloat16"), placement), cache, token))
+    program = compile_for(H200, step, (llama, cache, token))
     local, memory = placement.shard_nbytes(cache.axes.layers[0]), program.compiled.memory_analysis()
     assert any(name.startswith("decode_attention") for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
     assert memory.alias_size_in_bytes >= 0.99 * local, "the donated cache is not updated in place"
     assert memory.temp_size_in_bytes < local / 20, f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
     most = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
     found = collectives(program.compiled)
-    assert found, "weights are split: their sums are collectives"
+    assert len(found) == memory_mesh.collectives(CONFIG, "bfloat16", placement), f"{found}: `kvq memory` counts others"
     assert max(found)[0] <= most, f"{max(found)}, more than {most} bytes"

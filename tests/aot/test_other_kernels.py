@@ -69,7 +69,7 @@ def test_a_token_is_appended_in_place_and_within_registers(scheme, bits, axis, a
 
     def append(body, ring, new, first, flags):
         sides = [Side(new, ring[:, :, :0], ring, Blocks(body, reader, scheme, bits, None))]
-        [side] = append_token(sides, Places(first, flags, first, flags), block=32, launch=Launch(arithmetic))
+        [side] = append_token(sides, Places(first, flags, first, first, flags), block=32, launch=Launch(arithmetic))
         assert side.blocks is not None
         return side.blocks.body, side.ring
 
@@ -125,7 +125,7 @@ def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None
     limits = jax.ShapeDtypeStruct((2,), jnp.int32)
 
     def scores(q, index, residual, ends, limits, frequencies):
-        return outlier_scores(q, index, residual, ends, limits, turn(frequencies, 5, 4096) if turned else None, LAUNCH, 32)
+        return outlier_scores(q, index, residual, ends, limits, turn(frequencies, 5 + 32 * jnp.arange(128)) if turned else None, LAUNCH, 32)
 
     kernel = compile_for(target, scores, (q, slots, slots, ends, limits, positions)).kernel("outlier_scores")
     assert kernel.threads == 32, "a warp for each head of a pool"

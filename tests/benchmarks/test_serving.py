@@ -17,7 +17,8 @@ CACHE = "kivi:bits=2,recent=8,block=32"
 def test_a_report_tells_every_request(model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "serving.json"
     sizes = ["--requests", "5", "--prompt", "4", "12", "--new", "3", "6", "--capacity", "64", "--memory", "0.001", "--prefix", "64"]
-    serving.main(["--model", str(model), "--cache", CACHE, "--slots", "2", *sizes, "--json", str(file)])
+    caches = ["--cache", "dense", CACHE, "--timed", CACHE]
+    serving.main(["--model", str(model), *caches, "--slots", "2", *sizes, "--json", str(file)])
     report = serving.ServingReport.read(file)
     new = sum(request.max_new_tokens for request in serving.requests_of(5, (4, 12), (3, 6), 300))
     assert [(row.slots, row.requests, row.new_tokens) for row in report.rows] == [(0, 5, new), (2, 5, new)]
@@ -25,6 +26,7 @@ def test_a_report_tells_every_request(model: pathlib.Path, tmp_path: pathlib.Pat
         assert len(row.first_token) == 5
         assert 0 < min(row.first_token) <= max(row.first_token) <= row.seconds
         assert list(row.first_token) == sorted(row.first_token), "requests are answered in another order than they came"
+    assert [row.cache for row in report.room] == ["dense", CACHE]
     alone, two = (row.cache_bytes for row in report.rows)
     assert two == 3 * alone
     text = capsys.readouterr().out
@@ -62,3 +64,6 @@ def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         serving.main(["--capacity", "100", "--prompt", "90", "95", "--new", "1", "6"])
     assert "101 tokens must fit --capacity 100" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serving.main(["--timed", "int4"])
+    assert "--timed names caches of --cache" in capsys.readouterr().err

@@ -29,6 +29,10 @@ static int64_t divisor(int64_t a, int64_t b) { return b ? divisor(b, a % b) : a;
 static Body layout(int64_t bits, int64_t channels, int64_t block) {
   Body b{};
   b.bits = bits, b.channels = channels;
+  if (!bits) {  // rows in full precision
+    b.chunks = (channels + 15) / 16, b.width = 16, b.slots = b.span = 1;
+    return b;
+  }
   for (b.low_bits = 8; b.low_bits > bits; b.low_bits /= 2) {}
   const int64_t fields = 16 / (bits == b.low_bits ? bits : bits - b.low_bits);
   const bool wide = bits == b.low_bits && channels % 32 == 0 && channels / 32 % fields == 0;
@@ -40,13 +44,40 @@ static Body layout(int64_t bits, int64_t channels, int64_t block) {
 }
 
 struct StoredSide {
-  std::vector<uint16_t> words[2], scale, zero;
-  std::vector<float> table;
+  std::vector<uint16_t> words[2], scale, zero, angle_scale, angle_zero, index, residual, ends;
+  std::vector<float> table, steps, starts;
   Side side;
 };
 
+// Outliers whose slots hold anything, as in a cache that was never written; and angles of keys before RoPE.
+static void fill_more(StoredSide& s, const Body& body, int64_t batch, int64_t heads, int64_t capacity) {
+  if (body.pool) {
+    const int64_t pools = capacity / body.pool, slots = 2 * body.pool + 1;
+    s.index = random_array<uint16_t>(batch * pools * slots, 0xFFFF), s.residual = random_array<uint16_t>(batch * pools * slots, 0x2FFF);
+    s.ends = random_array<uint16_t>(batch * pools * heads, 0x003F);
+    s.side.outliers.index = {reinterpret_cast<const char*>(s.index.data()), 2 * pools * slots, 0};
+    s.side.outliers.residual = {reinterpret_cast<const char*>(s.residual.data()), 2 * pools * slots, 0};
+    s.side.outliers.ends = {reinterpret_cast<const char*>(s.ends.data()), 2 * pools * heads, 0};
+    s.side.outliers.slots = slots, s.side.outliers.heads = heads;
+  }
+  if (body.rotated) {
+    const int64_t half = body.channels / 2, count = (capacity + kDecoded - 1) / kDecoded;
+    s.steps.resize(2 * kDecoded * half), s.starts.resize(2 * count * half);
+    for (auto* angles : {&s.steps, &s.starts})
+      for (auto& x : *angles) x = float(random_bits() % 2001) / 1000 - 1;
+    s.side.turns = {s.steps.data(), s.starts.data(), count};
+  }
+}
+
 static void fill(StoredSide& s, Body body, int64_t batch, int64_t heads, int64_t capacity) {
   s.side.body = body;
+  fill_more(s, body, batch, heads, capacity);
+  if (body.form == kRows) {
+    const int64_t head = capacity * body.channels;
+    s.scale = random_array<uint16_t>(batch * heads * head, 0x3FFF);
+    s.side.scale = {reinterpret_cast<const char*>(s.scale.data()), 2 * head * heads, 2 * head};
+    return;
+  }
   for (int64_t set = 0; set < body.sets(); set++) {
     const int64_t head = capacity / body.slots * body.row_words(set);
     s.words[set] = random_array<uint16_t>(batch * heads * head, 0xFFFF);
@@ -59,6 +90,11 @@ static void fill(StoredSide& s, Body body, int64_t batch, int64_t heads, int64_t
   s.zero = random_array<uint16_t>(rows * heads / body.heads * head, 0x2FFF);
   s.side.scale = {reinterpret_cast<const char*>(s.scale.data()), row, 2 * head};
   if (body.stores_zero()) s.side.zero = {reinterpret_cast<const char*>(s.zero.data()), row, 2 * head};
+  if (body.form == kPolar) {
+    s.angle_scale = random_array<uint16_t>(batch * heads * head, 0x2FFF), s.angle_zero = random_array<uint16_t>(batch * heads * head, 0x3FFF);
+    s.side.angle_scale = {reinterpret_cast<const char*>(s.angle_scale.data()), row, 2 * head};
+    s.side.angle_zero = {reinterpret_cast<const char*>(s.angle_zero.data()), row, 2 * head};
+  }
   s.table.assign(16, 0.5f);
   s.side.table = s.table.data();
 }
@@ -69,7 +105,7 @@ struct Output {
 
 static Output run(Call call, AttendSpan kernel, int helpers) {
   const int64_t rows = call.batch * call.heads * call.rows;
-  Output out{std::vector<float>(rows), std::vector<float>(rows), std::vector<float>(rows * call.values.body.channels)};
+  Output out{std::vector<float>(rows), std::vector<float>(rows), std::vector<float>(rows * call.values.body.head_dim())};
   call.m = out.m.data(), call.l = out.l.data(), call.o = out.o.data();
   std::vector<std::thread> threads;
   attend(call, kernel, helpers, [&threads](std::function<void()> work) { threads.emplace_back(std::move(work)); });
@@ -82,7 +118,7 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   StoredSide keys, values;
   fill(keys, k, batch, heads, capacity);
   fill(values, v, batch, heads, capacity);
-  std::vector<float> q(batch * heads * rows * k.channels);
+  std::vector<float> q(batch * heads * rows * k.head_dim());
   for (auto& x : q) x = float(random_bits() % 2001) / 1000 - 1;
   std::vector<int32_t> limits(batch * queries);
   for (int64_t i = 0; i < batch * queries; i++) limits[i] = int32_t(i < queries ? capacity - i : random_bits() % (capacity + 1));
@@ -94,7 +130,7 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   const int64_t tokens[2] = {queries == 1 ? 5 : 0, 131};
   if (queries == 1) {  // windows of bfloat16, every third token of which is not seen
     for (int i = 0; i < 4; i++) {
-      const int64_t head = tokens[i % 2] * k.channels;
+      const int64_t head = tokens[i % 2] * k.head_dim();
       exact[i] = random_array<uint16_t>(batch * heads * head, 0x3FFF);
       Strided* side = i < 2 ? call.windows.keys : call.windows.values;
       side[i % 2] = {reinterpret_cast<const char*>(exact[i].data()), 2 * heads * head, 2 * head};
@@ -113,7 +149,7 @@ static int check(const Body& k, const Body& v, int64_t capacity, int64_t rows, i
   }
   const bool same = !std::memcmp(one.o.data(), many.o.data(), 4 * one.o.size()) && !std::memcmp(one.l.data(), many.l.data(), 4 * one.l.size());
   if (same && size > 0 && difference <= 1e-10 * size) return 0;
-  std::printf("%d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.bits), int(k.channels), int(rows),
+  std::printf("form %d, %d bits, %d channels, %d rows: %s, difference %g of %g\n", int(k.form), int(k.bits), int(k.channels), int(rows),
               same ? "threads agree" : "threads differ", difference, size);
   return 1;
 }
@@ -144,6 +180,20 @@ int main(int count, char** arguments) {
           failures += check(k, v, block * (rows == 4 && channels == 64 ? 100 : 5), rows, rows == 6 ? 3 : 1);
           checked++;
         }
+  for (int64_t channels : {8, 64, 80})
+    for (int64_t block : {12, 32})
+      for (int64_t rows : {1, 4, 7}) {
+        Body k = layout(3, channels, block), v = layout(4, channels, block), whole = layout(0, channels, 1), polar = layout(8, channels / 2, block);
+        k.affine = kTokenGroups, k.group = k.pool = block, k.rotated = 1, k.centre = -1;
+        v.affine = kChannelGroups, v.group = channels, v.pool = 4, v.table = 1, v.centre = -1;
+        whole.form = kRows, whole.affine = kChannels, whole.group = 1, whole.scale_type = kBfloat16;
+        polar.form = kPolar, polar.affine = kTokenGroups, polar.group = block, polar.angle_bits = 4, polar.centre = -1;
+        for (Body* body : {&k, &v, &whole, &polar}) body->heads = 1;
+        failures += check(k, v, block * 9, rows, 1) + check(polar, whole, block * 9, rows, rows == 7 ? 7 : 1);
+        v.affine = kChannels, v.group = 1;
+        failures += check(whole, v, block * 9, rows, 1);
+        checked += 3;
+      }
   std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernel_name(), failures);
   return failures != 0;
 }

@@ -7,14 +7,16 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from cpu_kernels.body import Affine, Body
+from cpu_kernels.attention import TOGETHER
+from cpu_kernels.body import Affine, Body, Form
 from kvq_jax.arrays.packing import pack
 from pallas_kernels.tiles.layout import plane_layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One side of a body: bits of a code, head dim, block of tokens, what has a scale, and how many elements share it."""
+    """One side of a body: bits of a code, head dim, block of tokens, what has a scale, and how many elements share it; what else is as in
+    `Body`."""
 
     bits: int
     channels: int
@@ -25,16 +27,29 @@ class Case:
     scale_dtype: str = "float16"
     centre: int | None = None
     table: bool = False
+    form: Form = "codes"
+    pool: int = 0
+    rotated: bool = False
+    angle_bits: int = 0
+    residual_dtype: str = "float16"
+    root: bool = False
 
     @property
     def body(self) -> Body:
-        p = plane_layout(self.bits, self.channels, self.block)
-        layout = p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span
-        return Body(*layout, self.affine, self.group, self.heads, self.scale_dtype, self.centre, self.table)
+        if self.form == "rows":
+            return Body(0, 0, self.channels, -(-self.channels // 16), 16, 1, 1, "channels", 1, scale_dtype=self.scale_dtype, form="rows")
+        p = plane_layout(self.bits, self.channels // 2 if self.form == "polar" else self.channels, self.block)
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[3:]}
+        return Body(p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, **own)
 
     def random(self, batch: int, heads: int, tokens: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
         """Return (the stored arrays, the vectors [B, K, S, H] that they stand for)."""
         rng = np.random.default_rng(seed)
+        if self.form == "rows":
+            rows = jnp.asarray(rng.normal(size=(batch, heads, tokens, self.channels)), self.scale_dtype)
+            return [_bits(rows)], np.asarray(rows, np.float64)
+        if self.form == "polar":
+            return self._polar(rng, batch, heads, tokens)
         codes = rng.integers(0, 1 << self.bits, (batch, heads, tokens, self.channels))
         words = pack(jnp.asarray(codes), plane_layout(self.bits, self.channels, self.block))
         shape = {
@@ -49,8 +64,43 @@ class Case:
         if self.centre is not None:
             wide_zero = -self.centre * wide_scale
         stored = [scale] if self.centre is not None else [scale, zero]
-        bits = [np.asarray(a) if a.dtype == jnp.float32 else np.asarray(a).view(np.uint16) for a in stored]
-        return [*map(np.asarray, words), *([levels] if self.table else []), *bits], entries * wide_scale + wide_zero
+        arrays = [*map(np.asarray, words), *([levels] if self.table else []), *map(_bits, stored)]
+        vectors = np.broadcast_to(entries * wide_scale + wide_zero, codes.shape).copy()
+        if self.pool:
+            arrays += self._outliers(rng, vectors)
+        return (arrays + _turns(self.channels // 2, tokens), _rotated(vectors)) if self.rotated else (arrays, vectors)
+
+    def _outliers(self, rng: np.random.Generator, vectors: np.ndarray) -> list[np.ndarray]:
+        """Add residuals to some of the vectors; return their slots, the unused ones full of garbage."""
+        batch, heads, tokens, channels = vectors.shape
+        pools, slots = tokens // self.pool, 3 * self.pool
+        index, ends = rng.integers(0, 1 << 16, (batch, pools, slots), np.uint16), np.zeros((batch, pools, heads), np.uint16)
+        residual = jnp.asarray(rng.normal(size=(batch, pools, slots)), self.residual_dtype)
+        for b, p in np.ndindex(batch, pools):
+            most = min(slots // heads, self.pool * channels)
+            first = 0
+            for head in range(heads):
+                count = rng.integers(0, most + 1)
+                places = np.sort(rng.choice(self.pool * channels, count, replace=False))
+                own = slice(first, first + count)
+                index[b, p, own] = places
+                vectors[b, head, p * self.pool + places // channels, places % channels] += np.asarray(residual, np.float64)[b, p, own]
+                first = ends[b, p, head] = first + count
+        used = np.arange(slots) < ends[:, :, -1:]
+        return [index, _bits(jnp.where(used, residual, jnp.nan)), ends]
+
+    def _polar(self, rng: np.random.Generator, batch: int, heads: int, tokens: int) -> tuple[list[np.ndarray], np.ndarray]:
+        pairs = self.channels // 2
+        codes = rng.integers(0, 1 << self.bits, (batch, heads, tokens, pairs))
+        words = pack(jnp.asarray(codes), plane_layout(self.bits, pairs, self.block))
+        shape = (batch, heads, tokens // self.group, pairs)
+        of_radii, of_angles = (1.0 / (1 << (self.bits - self.angle_bits)), 1.0), (6.0 / (1 << self.angle_bits), 3.0)
+        stored = [jnp.asarray(rng.random(shape) * size, self.scale_dtype) for size in (*of_radii, *of_angles)]
+        step, least, angle_step, angle_least = (np.repeat(np.asarray(a, np.float64), self.group, axis=2) for a in stored)
+        radius = (codes // (1 << self.angle_bits) + 0.5) * step + least
+        angle = (codes % (1 << self.angle_bits) + 0.5) * angle_step + angle_least
+        radius = radius**2 if self.root else radius
+        return [*map(np.asarray, words), *map(_bits, stored)], np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
 
     def _wide(self, statistic: np.ndarray, batch: int) -> np.ndarray:
         if self.affine == "token groups":
@@ -58,6 +108,30 @@ class Case:
         if self.affine == "channels":
             return np.repeat(statistic[None, :, None], batch, axis=0)
         return np.repeat(np.repeat(np.swapaxes(statistic, 2, 3), self.group, axis=3), self.heads, axis=1)
+
+
+SINK, FACTOR = 3, 1.25  # where the first token of a body of keys before RoPE stands, and RoPE's attention factor
+
+
+def _bits(array: jnp.ndarray) -> np.ndarray:
+    """Return an array as the kernels take it: 16-bit floats as uint16."""
+    return np.asarray(array) if array.dtype == jnp.float32 else np.asarray(array).view(np.uint16)
+
+
+def _angles(half: int, positions: np.ndarray) -> np.ndarray:
+    return positions[:, None] * 100.0 ** (-np.arange(half) / half)
+
+
+def _turns(half: int, tokens: int) -> list[np.ndarray]:
+    steps, starts = _angles(half, np.arange(TOGETHER)), _angles(half, SINK + np.arange(0, tokens, TOGETHER))
+    return [np.stack([np.cos(a), np.sin(a)]).astype(np.float32) * np.float32(f) for a, f in ((steps, FACTOR), (starts, 1))]
+
+
+def _rotated(vectors: np.ndarray) -> np.ndarray:
+    first, second = np.split(vectors, 2, axis=-1)
+    angles = _angles(first.shape[-1], SINK + np.arange(vectors.shape[2]))
+    cos, sin = np.cos(angles), np.sin(angles)
+    return FACTOR * np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,6 +16,15 @@ from tests.cpu_kernels.random_bodies import Case, attention
 if reason := library.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
+
+def rows(channels: int, dtype: str) -> Case:
+    return Case(0, channels, 1, "channels", 1, scale_dtype=dtype, form="rows")
+
+
+def polar(bits: int, angle_bits: int, channels: int, *, group: int, **options) -> Case:
+    return Case(bits, channels, 32, "token groups", group, form="polar", angle_bits=angle_bits, **options)
+
+
 CASES = {
     "2 bits, 64": (Case(2, 64, 32, "token groups", 32), Case(2, 64, 32, "channel groups", 32)),
     "2 bits, 128": (Case(2, 128, 32, "token groups", 32), Case(2, 128, 32, "channel groups", 32)),
@@ -32,6 +41,22 @@ CASES = {
     "heads together": (Case(4, 64, 8, "channel groups", 64, heads=2), Case(3, 64, 8, "channel groups", 64, heads=2)),
     "tables": (Case(4, 64, 32, "channels", 1, scale_dtype="float32", table=True), Case(3, 64, 32, "channel groups", 32, table=True)),
     "tables, too": (Case(2, 64, 32, "channel groups", 8, table=True), Case(2, 64, 32, "channels", 1, scale_dtype="float32", table=True)),
+    "dense fp32": (rows(64, "float32"), rows(64, "float32")),
+    "dense, head dim 80": (rows(80, "bfloat16"), rows(80, "float32")),
+    "dense, 16 bits": (rows(128, "bfloat16"), rows(128, "float16")),
+    "before RoPE": (Case(3, 64, 32, "token groups", 16, rotated=True), Case(2, 64, 32, "channel groups", 32)),
+    "before RoPE, head dim 80": (Case(4, 80, 12, "channel groups", 8, rotated=True), Case(4, 80, 12, "channel groups", 16)),
+    "before RoPE, tables": (
+        Case(4, 64, 32, "channels", 1, scale_dtype="float32", table=True, rotated=True, pool=32),
+        Case(3, 64, 32, "channel groups", 64, heads=2, table=True, pool=16, residual_dtype="float32"),
+    ),
+    "outliers": (
+        Case(4, 32, 12, "channel groups", 32, table=True, pool=12),
+        Case(2, 32, 12, "channels", 1, scale_dtype="float32", table=True, pool=4),
+    ),
+    "polar": (polar(8, 4, 64, group=32), rows(64, "float32")),
+    "polar, 6 bits": (polar(6, 4, 128, group=16), Case(4, 128, 32, "channel groups", 32)),
+    "polar, 12 bits": (polar(12, 6, 16, group=8, root=True, scale_dtype="float32"), Case(2, 16, 32, "channel groups", 16)),
 }
 BATCH, HEADS = 3, 2
 
@@ -154,6 +179,43 @@ def test_arrays_that_do_not_fit_are_an_error():
     for field, wrong in (("bits", 12), ("width", 24), ("span", 64), ("slots", 3), ("group", 0), ("heads", 0), ("chunks", 1 << 40)):
         body = dataclasses.replace(k.body, **{field: wrong})
         assert "kvq_decode_attention: " in refused(q, (body, keys), (v.body, values), limits, **good), f"{field}={wrong}"
+
+
+@pytest.mark.usefixtures("types_unchecked")
+@pytest.mark.parametrize(
+    ("case", "last", "reason"),
+    [
+        ("dense fp32", "rows of keys", "rows of keys must be"),
+        ("before RoPE", "positions of keys", "positions of keys must be"),
+        ("outliers", "ends", "ends of the outliers of keys must be"),
+        ("polar", "angles", "zero point of the angles of keys must be"),
+    ],
+)
+def test_arrays_of_other_forms_that_do_not_fit_are_an_error(case: str, last: str, reason: str):
+    k, v = CASES[case]
+    q, keys, values, *_ = inputs(case, 4, 1, 96)
+    limits = np.full((BATCH, 1), 96, np.int32)
+    jax.block_until_ready(decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=96))
+    assert reason in refused(q, (k.body, [*keys[:-1], keys[-1][:, :-1]]), (v.body, values), limits, capacity=96), f"{last} cut short"
+    assert reason in refused(q, (k.body, [*keys[:-1], keys[-1].astype(np.int32)]), (v.body, values), limits, capacity=96), (
+        f"{last} as integers"
+    )
+    for field, wrong in (("form", "rows" if k.form == "polar" else "polar"), ("pool", 7), ("rotated", True), ("angle_bits", 9)):
+        if getattr(k.body, field) == wrong:
+            continue
+        body = dataclasses.replace(k.body, **{field: wrong})
+        assert "kvq_decode_attention: " in refused(q, (body, keys), (v.body, values), limits, capacity=96), f"{field}={wrong}"
+
+
+def test_no_outlier_is_written_outside_the_vectors():
+    k, v = CASES["outliers"]
+    q, keys, values, *_ = inputs("outliers", 4, 1, 96)
+    for stored in (keys, values):
+        stored[-3], stored[-1] = np.full_like(stored[-3], 65535), np.full_like(stored[-1], 65535)
+    limits = np.array([[96], [12], [0]], np.int32)
+    m, l, _ = decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=96)
+    assert np.all(np.isfinite(m))
+    assert np.all(np.asarray(l)[2] == 0)
 
 
 def test_limits_outside_the_capacity_read_no_more_than_it():

@@ -36,9 +36,9 @@ SPECS = (
     INNERQ,
     CROSS_LAYER,
     "xquant:sink=2,recent=3,block=16",
-    "kvquant:outliers=0.04,sink=5,block=16",
+    "k=kvquant:outliers=0.04+v=gear:group_size=16+cache:sink=5,recent=3,block=16",
     "zipcache:probes=8,sink=2,recent=3,block=16",
-    "k=gear:group_size=16+v=dense+cache:sink=2,recent=3,block=16",
+    "dense:sink=2,recent=3,block=16",
     "k=turboquant+v=fp8:scale=head+cache:sink=2,recent=3,block=16",
     "k=polarquant:group_size=16+v=waterfill:bits=3+cache:sink=2,recent=3,block=16",
     "k=squat:rank=3,lam=0.01+v=nf4:group_size=64+cache:recent=12,block=16",  # groups of values span heads
@@ -102,17 +102,19 @@ def program(implementation: Any) -> Callable[..., Any]:
     return quick_jit(step_of_layers(implementation), static_argnames="prefill", donate_argnames="cache")
 
 
-def run(spec: str, placement: kvq.Placement | None, implementation: Any = "xla", head_dim: int = 32) -> Run:
-    """Fill a cache of ragged rows: a prompt, then single tokens, during which blocks age in every row; these by an `implementation`."""
-    cache = kvq.init_cache(spec, dims_of(spec, head_dim), BATCH, CAPACITY, "float32", placement=placement)
-    own = parameters_for(spec, head_dim)
-    text = texts(head_dim)
-    prompt = text.window(np.zeros(BATCH, np.int32), PROMPTS, int(PROMPTS.max()), padding=0.0)
+def run(spec: str, placement: kvq.Placement | None, implementation: Any = "xla", head_dim: int = 32, more: int = 0) -> Run:
+    """Fill a cache of ragged rows: a prompt, then single tokens, during which blocks age in every row; these by an `implementation`.
+
+    more: tokens of the prompts and of the capacity."""
+    cache = kvq.init_cache(spec, dims_of(spec, head_dim), BATCH, CAPACITY + more, "float32", placement=placement)
+    own, prompts = parameters_for(spec, head_dim), PROMPTS + more
+    text = texts(head_dim, more)
+    prompt = text.window(np.zeros(BATCH, np.int32), prompts, int(prompts.max()), padding=0.0)
     first, cache = program("xla")(cache, prompt, own, prefill=True)
     outputs = [np.where(np.asarray(prompt.valid)[None, :, None, :, None], np.asarray(first), 0)]
     lowered = compiled = None
     for i in range(STEPS):
-        inputs = text.window(PROMPTS + i, PROMPTS + i + 1, 1)
+        inputs = text.window(prompts + i, prompts + i + 1, 1)
         lowered = lowered or program(implementation).lower(cache, inputs, own, prefill=False)
         compiled = compiled or lowered.compile()
         out, cache = compiled(cache, inputs, own)
@@ -121,8 +123,8 @@ def run(spec: str, placement: kvq.Placement | None, implementation: Any = "xla",
 
 
 @functools.cache
-def texts(head_dim: int) -> Sequences:
-    return sequences(BATCH, dims_of(KIVI, head_dim), CAPACITY)
+def texts(head_dim: int, more: int = 0) -> Sequences:
+    return sequences(BATCH, dims_of(KIVI, head_dim), CAPACITY + more)
 
 
 def parameters_for(spec: str, head_dim: int = 32) -> tuple[Any, ...]:

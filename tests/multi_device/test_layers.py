@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 
@@ -13,6 +14,8 @@ import kvq_jax as kvq
 from kvq_jax.methods.registry import METHODS
 from kvq_jax.placement.allowed import parse, unsplittable
 from pallas_kernels.launch import Launch
+from tests.exhaustive import some
+from tests.kvq_jax.cache.test_parking import check_parking, random_cache
 from tests.multi_device.placed_runs import (
     BATCH,
     CAPACITY,
@@ -91,20 +94,23 @@ def test_rows_and_heads_alone_need_no_collective(mesh: str):
 
 
 @specs()
-def test_shards_of_rows_and_heads_do_not_speak(spec: str):
+def test_shards_speak_of_one_token_at_any_capacity_and_only_where_tokens_are_split(spec: str):
     """What a step runs on each shard, as it is traced: of a method's own collectives, those that merge shards of tokens are all."""
 
-    def spoken(mesh: str) -> set[str]:
-        cache = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32", parse(mesh))
+    def spoken(mesh: str, capacity: int = CAPACITY) -> list[tuple[int, str]]:
+        cache = kvq.layout(spec, dims_of(spec), BATCH, capacity, "float32", parse(mesh))
         inputs = texts(32).window(np.zeros(BATCH, np.int32), np.ones(BATCH, np.int32), 1)
-        traced = program("xla").trace(cache, inputs, parameters_for(spec), prefill=False)
-        return set(re.findall(r"\b(?:psum|pmax|pmin|all_gather|all_to_all|ppermute|reduce_scatter)\w*", str(traced.jaxpr)))
+        traced = str(program("xla").trace(cache, inputs, parameters_for(spec), prefill=False).jaxpr)
+        found = re.findall(r"\[([\d,]*)\] = (psum|pmax|pmin|all_gather|all_to_all|ppermute|reduce_scatter)\w*\[", traced)
+        return sorted((4 * math.prod(map(int, shape.split(","))), name) for shape, name in found)
 
     plans = kvq.layout(spec, dims_of(spec), BATCH, CAPACITY, "float32").plans
     alone = "rows=2" if any(unsplittable(plan, 2) for plan in plans) else "rows=2,heads=2"
     assert not spoken(alone)
-    if spec == KIVI:
-        assert spoken("tokens=2"), "no collective would be found"
+    dims, found = dims_of(spec), spoken("tokens=4")
+    merged = BATCH * dims.num_attention_heads * 4
+    assert found == sorted([(merged, "pmax"), (merged * (dims.head_dim + 1), "psum")] * len(plans))
+    assert spoken("tokens=4", 16 * CAPACITY) == found
 
 
 @specs()
@@ -165,6 +171,10 @@ def test_a_cache_moves_from_one_placement_to_another():
     assert not differing(one, kvq.move(kvq.move(there, parse("tokens=4")), None))
 
 
+def test_a_cache_is_parked_with_each_devices_part_beside_it():
+    check_parking(random_cache(parse("heads=2,tokens=4")))
+
+
 def test_a_file_is_loaded_under_another_placement(tmp_path: pathlib.Path):
     one, placed = on_one_device(INNERQ).cache, kvq.move(on_one_device(INNERQ).cache, parse("heads=2,tokens=3"))
     for cache, name in ((one, "one"), (placed, "placed")):
@@ -185,10 +195,15 @@ def test_the_native_kernel_reads_each_shards_part():
     assert "custom-call" not in on(KIVI, "tokens=3").step.as_text(), "XLA calls kernels, too"
 
 
-def test_gpu_kernels_read_and_write_each_shards_part():
-    """Interpreted; the mesh gives them other blocks in another order, and so other roundings of their fp16 products."""
-    spec, mesh = "kivi:recent=0,block=32", parse("heads=2,tokens=2")
-    one, placed = (run(spec, where, Launch(interpret=True), head_dim=64) for where in (None, mesh))
+ON_KERNELS = "kivi:pre_rope=true,recent=32,block=32", "kvquant:outliers=0.04,block=32"
+
+
+@pytest.mark.parametrize("spec", some(ON_KERNELS, ON_KERNELS[:1]))
+def test_gpu_kernels_read_and_write_each_shards_part(spec: str):
+    """Interpreted: keys that are rotated where their blocks stand, outliers, and a block that leaves a window. The mesh gives the kernels
+    other blocks in another order, and so other roundings of their fp16 products."""
+    mesh = parse("tokens=2" if "kvquant" in spec else "heads=2,tokens=2")
+    one, placed = (run(spec, where, Launch(interpret=True), head_dim=64, more=96) for where in (None, mesh))
     assert not differing(one.cache, kvq.move(placed.cache, None))
     assert np.abs(placed.outputs - one.outputs).max() <= 5e-4 * np.abs(one.outputs).max()
     assert np.abs(np.roll(placed.outputs, 1, axis=3) - one.outputs).max() > 1e-2, "attention of other tokens would pass"
@@ -204,4 +219,5 @@ def test_gpu_kernels_on_shards_are_lowered_for_cuda():
         traced = jax.jit(step_of_layers(Launch()), static_argnames="prefill").trace(cache, inputs, (), prefill=False)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "decode_attention" in text, "no kernel"
+    assert "append_token" in text, "a new token and the block that leaves take more than one launch"
     assert "manual" in text, "no shards"

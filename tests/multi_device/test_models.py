@@ -27,6 +27,7 @@ from kvq_models.llama.hf_directory import HfDirectory
 from kvq_models.llama.hf_names import weights
 from kvq_models.llama.model import Llama
 from kvq_models.llama.sharding import embedded, shard_llama
+from kvq_tools.cli.memory_mesh import collectives as collectives_of_a_step
 from kvq_tools.cli.memory_mesh import share
 from tests.compile_options import QUICK_FLAGS
 from tests.kvq_models.checkpoints import random_llama, tiny_config
@@ -44,8 +45,8 @@ def model(mesh: str = "") -> Llama:
     return shard_llama(plain, parse(mesh)) if mesh else plain
 
 
-def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2, capacity: int = CAPACITY) -> kvq.Cache:
-    return kvq.init_cache(spec, CONFIG, batch, capacity, "float32", placement=parse(mesh) if mesh else None)
+def cache_of(mesh: str = "", spec: str = SPEC, batch: int = 2) -> kvq.Cache:
+    return kvq.init_cache(spec, CONFIG, batch, CAPACITY, "float32", placement=parse(mesh) if mesh else None)
 
 
 @functools.cache
@@ -61,6 +62,13 @@ def check_text(llama: Llama, placement: kvq.Placement, tokens: Any, expected: np
     assert len(np.unique(expected)) > 4, "one token over and over"
 
 
+def two_parts(llama: Llama, cache: kvq.Cache, tokens: Any) -> np.ndarray:
+    """Return the logits [2, B, V] after each part of a prompt that is given in two; the second reads the first as it was quantized."""
+    first, cache = prefill(llama, cache, tokens)
+    second, cache = prefill(llama, cache, tokens)
+    return np.stack([first, second])
+
+
 def test_rows_apart_write_the_text_of_one_device():
     check_text(model("rows=2"), parse("rows=2"), TOKENS, text_of_one_device())
 
@@ -72,13 +80,14 @@ def test_a_mesh_in_context_changes_nothing(kind: str, entered: bool):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types)
     llama, placement = shard_llama(random_llama(CONFIG), mesh), kvq.Placement(mesh, heads="x", tokens="y")
     tokens = jax.device_put(TOKENS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    expected, written = np.asarray(prefill(model(), cache_of(), TOKENS)[0]), text_of_one_device()  # before the mesh is in context
+    expected, written = two_parts(model(), cache_of(), TOKENS), text_of_one_device()  # before the mesh is in context
     with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
         if kind == "Explicit" and entered:
             check_text(llama, placement, tokens, written)
         cache = kvq.init_cache(SPEC, CONFIG, 2, CAPACITY, "float32", placement=placement)
-        logits = np.asarray(prefill(llama, cache, tokens)[0])
-    assert np.abs(logits - expected).max() < 1e-4 < np.abs(logits[::-1] - expected).max()
+        logits = two_parts(llama, cache, tokens)
+    for part in range(2):
+        assert np.abs(logits[part] - expected[part]).max() < 1e-4 < np.abs(logits[part][::-1] - expected[part]).max()
 
 
 def test_rows_apart_are_the_rows_alone():
@@ -95,20 +104,45 @@ def test_rows_apart_are_the_rows_alone():
     assert not np.array_equal(after[0], after[1])
 
 
+@functools.cache
 def moved_in_a_step(mesh: str, capacity: int) -> list[tuple[int, str]]:
-    lowered = jax.jit(decode_step, donate_argnames="cache").lower(model(mesh), cache_of(mesh, capacity=capacity), np.zeros(2, np.int32))
+    cache = kvq.layout(SPEC, CONFIG, 2, capacity, "float32", parse(mesh))  # of any capacity: nothing is allocated
+    lowered = jax.jit(decode_step, donate_argnames="cache").lower(model(mesh), cache, np.zeros(2, np.int32))
     return sorted(collectives(lowered.compile()))
 
 
 def test_what_a_step_moves_does_not_grow_with_the_cache():
-    found, longer = (moved_in_a_step("heads=2,tokens=4", capacity) for capacity in (CAPACITY, 8 * CAPACITY))
+    found, longer = (moved_in_a_step("heads=2,tokens=4", capacity) for capacity in (CAPACITY, 10 << 20))
     assert found == longer
     most = max(2 * CONFIG.hidden_size, 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
     assert 0 < max(found)[0] <= most
 
 
+@pytest.mark.parametrize(("mesh", "number"), [("heads=2,tokens=4", 1 + 2 + 2 + 1), ("tokens=8", 1 + 2 + 2 + 2), ("tokens=3", 1 + 2 + 1)])
+def test_the_plan_of_memory_counts_the_collectives_of_a_step(mesh: str, number: int):
+    """Two KV heads on eight devices: weights are split within heads, and gathered by one collective or two. On three devices, attention's
+    weights are whole."""
+    assert collectives_of_a_step(CONFIG, "float32", parse(mesh)) == number
+    found = moved_in_a_step(mesh, CAPACITY)
+    assert len(found) == number
+    assert max(found)[0] <= 2 * CONFIG.num_attention_heads * (CONFIG.head_dim + 1) * 4
+
+
+def test_a_callers_own_step_is_compiled_once(caplog: pytest.LogCaptureFixture):
+    """Also where a cache has arrays without entries, which XLA returns on every device."""
+    mesh, step = "heads=2,tokens=4", jax.jit(decode_step, donate_argnames="cache")
+    cache = cache_of(mesh, "kivi:recent=8,block=16")
+    assert not cache.layers[0].sink[0].size
+    token = jnp.zeros(2, jnp.int32)
+    with jax.log_compiles():
+        for _ in range(3):
+            _, cache = step(model(mesh), cache, token)
+    assert caplog.text.count("Finished XLA compilation of jit(decode_step)") == 1
+
+
 def test_rows_apart_move_nothing():
     assert not moved_in_a_step("rows=2", CAPACITY)
+    assert collectives_of_a_step(CONFIG, "float32", parse("rows=2")) == 0
 
 
 def test_a_step_on_one_device_knows_of_no_mesh():
@@ -192,7 +226,7 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
         for rank in range(2)
     ]
     try:
-        _, told = started[1].communicate(timeout=240)
+        other, told = started[1].communicate(timeout=240)
         assert started[1].returncode == -signal.SIGKILL, told
         printed, told = started[0].communicate(timeout=60)
     finally:
@@ -201,7 +235,10 @@ def test_two_processes_write_the_text_of_one_and_end_together(tmp_path: pathlib.
     assert started[0].returncode not in (0, -signal.SIGKILL), told
     assert re.search("another task died|[Cc]onnection (closed|reset)", told), told
     assert "came to its end" not in printed
-    found = json.loads(printed.splitlines()[-1])  # below what gloo says
+    found, second = (json.loads(lines.splitlines()[-1]) for lines in (printed, other))  # below what gloo says
+    for process in (found, second):
+        assert process["held"] / 1.05 < process["read"] <= 1.05 * process["held"], "bytes of the checkpoint"
+    assert found["held"] < 0.6 * kvq.nbytes(model()), "each process holds all weights"
     assert found["written"] == found["streamed"] == text_of_one_device().tolist()
     expected = kvq.trim(kvq.load_cache(tmp_path / "cache"), np.array([40, 40]))
     assert not differing(expected, kvq.load_cache(tmp_path / "trimmed"))

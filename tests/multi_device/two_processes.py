@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -24,10 +25,25 @@ def main(rank: int, port: str, directory: pathlib.Path) -> None:
     import kvq_jax as kvq
     from kvq_jax.placement.allowed import parse
     from kvq_models import generate, generate_stream, load_llama, prepare
+    from kvq_models.llama.hf_directory import HfDirectory
 
+    read = 0
+    parts = HfDirectory.parts
+
+    def counted(self: HfDirectory, name: str) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        def one(index: tuple[slice, ...]) -> np.ndarray:
+            nonlocal read
+            found = parts(self, name)(index)
+            read += found.nbytes
+            return found
+
+        return one
+
+    HfDirectory.parts = counted
     placement = parse("heads=2,tokens=2")
     spec = "innerq:sink=4,recent=8,block=16"
     llama, _ = load_llama(directory / "model", dtype="float32", mesh=placement)
+    held = sum(sum({str(s.index): s.data.nbytes for s in leaf.addressable_shards}.values()) for leaf in jax.tree.leaves(llama))
     prepared = prepare(llama, "xquant").cache_parameters
     tokens = np.random.default_rng(0).integers(3, 90, (2, 50))
 
@@ -39,7 +55,7 @@ def main(rank: int, port: str, directory: pathlib.Path) -> None:
     kvq.save_cache(first.cache, directory / "cache")
     trimmed = kvq.trim(kvq.load_cache(directory / "cache", placement=placement), np.array([40, 40]))
     kvq.save_cache(trimmed, directory / "trimmed")
-    found = {"written": text, "prepared": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepared)]}
+    found = {"read": read, "held": held, "written": text, "prepared": [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(prepared)]}
     for streamed in generate_stream(llama, new_cache(), tokens, max_new_tokens=20):
         found["streamed"] = np.asarray(streamed.tokens).tolist()
     print(json.dumps(found), flush=True)

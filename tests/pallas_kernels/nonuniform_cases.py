@@ -44,11 +44,13 @@ class Stored:
     frequencies: np.ndarray
     sink: int
 
-    def rows(self, *, outliers: bool = True, rotated: bool = True, moved: int = 0) -> np.ndarray:
+    def rows(self, *, outliers: bool = True, rotated: bool = True, moved: int = 0, tokens: np.ndarray | None = None) -> np.ndarray:
+        """Return what the arrays stand for; `tokens`: of the body, those that they hold (default: the first)."""
         found = self.dense + self.outliers if outliers else self.dense
         if not (self.format.pre_rope and rotated):
             return found
-        angles = (self.sink + moved + np.arange(found.shape[2]))[:, None] * self.frequencies.astype(np.float64)
+        tokens = np.arange(found.shape[2]) if tokens is None else tokens
+        angles = (self.sink + moved + tokens)[:, None] * self.frequencies.astype(np.float64)
         first, second = np.split(found, 2, axis=-1)
         cos, sin = np.cos(angles), np.sin(angles)
         return FACTOR * np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

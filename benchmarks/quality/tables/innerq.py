@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.quality.comparison import Comparison, Entry, Suite, listed, swept
 
 WINDOWS = "sink=32,recent=96,block=32"
-SINKS, RECENTS = (0, 16, 32, 64, 96), (0, 32, 64, 96, 128, 192)
+SINKS, RECENTS = (0, 32, 96), (0, 96, 192)
 MODES = (("Asymmetric", "asym"), ("Symmetric", "sym"), ("Hybrid", "hybrid"), ("Hybrid, prefill only", "hybrid_prefill"))
 SWEPT = (("KIVI", "kivi:"), ("InnerQ, symmetric", "innerq:mode=sym,"), ("InnerQ, hybrid", "innerq:"))
 

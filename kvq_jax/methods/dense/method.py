@@ -8,9 +8,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvq_jax.arrays.stored import BodySpec
-from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.base import Method, Windows
 from kvq_jax.types.array_types import Axis, CachedRows, LayerInputs, ModelDims, Tree
 
@@ -49,6 +50,9 @@ class DenseCodec(Codec):
 
     def kernel_reader(self) -> Reader | str:
         return kernel_readers.dense(self.channels, self.dtype)
+
+    def native_body(self) -> Body | str:
+        return native_bodies.rows(self.channels, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,11 @@ from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusScale
 from kvq_jax.arrays.uniform import saturation_limit
-from kvq_jax.codecs import kernel_readers
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, ModelDims, Tree
@@ -91,6 +92,11 @@ class PolarCodec(Codec):
         if f.radius_scale != "linear":
             return "square roots of radii; kernels read radii"
         return kernel_readers.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
+
+    def native_body(self) -> Body | str:
+        f = self.format
+        grouped, root = f.grid == "grouped", f.radius_scale == "sqrt"
+        return native_bodies.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=grouped, root=root)
 
     @property
     def _most(self) -> int:

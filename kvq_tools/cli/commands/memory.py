@@ -15,7 +15,7 @@ from kvq_jax.methods.xquant.roofline import Device
 from kvq_models.inference.memory import parameter_bytes, working_bytes
 from kvq_models.llama.config import LlamaConfig
 from kvq_tools.cli import inputs, memory_mesh, memory_roofline
-from kvq_tools.cli.console import format_bytes, print_json, progress
+from kvq_tools.cli.console import UserError, format_bytes, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
 
 DESCRIPTION = """\
@@ -58,6 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.devices is not None and options.mesh is None:
+        raise UserError("--devices counts those of a mesh: give --mesh auto, or --mesh rows=R,heads=H,tokens=T")
     config = inputs.read_config(options.model, *(spec for _, spec in options.cache))
     context = options.context or config.positions
     inputs.warn_beyond(context, config)

@@ -1,47 +1,73 @@
-"""`kvq plan`: the best waterfill cache for a budget, from a calibration and config.json alone."""
+"""`kvq plan`: the best cache for a budget, from measurements on a text or from a calibration alone."""
 
 from __future__ import annotations
 
 import argparse
 import bisect
 import re
+import time
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import kvq_jax as kvq
 from kvq_models.calibration.file import Calibration, predicted_divergence, resolved
 from kvq_models.inference.method_parameters import check_calibration
+from kvq_models.llama.checkpoint import load_llama
 from kvq_models.llama.config import LlamaConfig
-from kvq_tools.cli import inputs
-from kvq_tools.cli.console import format_bytes, input_errors, print_json
+from kvq_tools.cli import inputs, interruption, plan_speed
+from kvq_tools.cli.console import UserError, bar, format_bytes, input_errors, print_json, progress
 from kvq_tools.cli.tables import print_line, print_table
+from kvq_tools.planning import figure, kept
+from kvq_tools.planning.measuring import FACTOR, LENGTH, MEASURED, METHOD, SAMPLES, SCORED, WINDOW, WINDOWS, Checked, Planner, Request
 
 SHOWN = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0)  # bits of the other lines of the table
 FEWEST_BITS, MOST_BITS = 1, 8
-METHOD = "waterfill"
 _BITS = re.compile(r"(\d+(?:\.\d+)?) *bits?", re.IGNORECASE)
 
-DESCRIPTION = """\
-Shares a budget out over the layers, sides and channels of a model, and prints the cache: bits of a stored element, or
-the memory of a whole cache at a context and a batch, its full-precision windows included. The widths of channels come from the energies
-that a calibration of waterfill holds, so no weights are read and one calibration serves every budget.
+DESCRIPTION = f"""\
+Finds the cache with the least KL to full precision for a budget: bits of a stored element, or the memory of a whole cache at a
+context and a batch, its full-precision windows included. Prints the spec, which --cache takes, beside those of other budgets.
 
-The predicted KL is of second order in the errors, for tokens outside the windows: it ranks budgets, and `kvq eval` measures."""
+With --text, it measures. waterfill is calibrated on the first half of the text ({SAMPLES} x {LENGTH} tokens); then every side of
+every layer is read through the cache by itself, at {", ".join(f"{bits:g}" for bits in MEASURED)} bits, on windows of the second half.
+The widths of all layers follow from that, and the best caches of the budget, those of other methods too, are read as a whole: the one
+with the least KL is taken. Every number is kept at once: the same command goes on after Ctrl-C, and another budget of the same model
+and text measures only its last step.
+
+With --fast or without a text, nothing is measured: widths come from the energies of waterfill's calibration, which also predicts the KL, to
+second order, for tokens outside the windows. It ranks budgets. The calibration is --calibration, or what an earlier plan with a text kept;
+--cache auto:bits=2.5 does the same in every command.
+
+--device and --tokens-per-second turn a speed into a budget: what a device can read in a step, after the weights, at the peak rate
+of its memory. No device is that fast; a cache that does not fit even so is too large."""
 
 EPILOG = """\
 examples:
-  kvq calibrate smollm2 --text wiki.txt --cache waterfill --out w.safetensors --samples 2 --length 1024 --dtype float32
-  kvq plan smollm2 --calibration w.safetensors --budget 2.5bits
-  kvq plan smollm2 --calibration w.safetensors --budget 20MiB --context 8192 --batch 4"""
+  kvq plan smollm2 --text wiki.txt --budget 2.5bits --picture front.png
+  kvq plan smollm2 --text wiki.txt --budget 20MiB --context 8192 --batch 4 --out plan.json
+  kvq generate smollm2 --prompt "It was" --cache plan.json
+  kvq plan smollm2 --budget 3bits                                  (fast, from what the first command kept)
+  kvq plan path/to/model --calibration w.safetensors --device h200 --tokens-per-second 2000 --context 32768 --batch 32"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     inputs.add_model(parser)
-    parser.add_argument("--calibration", metavar="F", required=True, help="what kvq calibrate wrote for waterfill, with any budget")
-    parser.add_argument("--budget", metavar="2.5bits|600MiB", type=budget, required=True, help="bits of an element, or a cache's memory")
+    parser.add_argument("--budget", metavar="2.5bits|600MiB", type=budget, help="bits of an element, or a cache's memory")
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text to calibrate and to measure on")
+    parser.add_argument("--fast", action="store_true", help="with --text: only calibrate on it, and measure nothing")
+    parser.add_argument("--calibration", metavar="F", help="what kvq calibrate wrote for waterfill, with any budget (default: see above)")
     parser.add_argument("--context", metavar="S", type=inputs.positive, help="tokens of a sequence (default: the model's positions)")
     parser.add_argument("--batch", metavar="B", type=inputs.positive, default=1, help="sequences (default: %(default)s)")
     parser.add_argument("--dtype", choices=inputs.DTYPES, default="bfloat16", help="of full-precision rows (default: %(default)s)")
+    plan_speed.add(parser)
+    parser.add_argument("--window", metavar="W", type=inputs.positive, help=f"tokens of a measured window (default: at most {WINDOW})")
+    parser.add_argument("--windows", metavar="N", type=inputs.positive, default=WINDOWS, help="measured windows (default: %(default)s)")
+    parser.add_argument("--work", metavar="DIR", help="keep calibration and measurements here (default: in kvq's cache folder)")
+    parser.add_argument("--out", metavar="F.json", help="write the cache to a file that --cache takes, with its calibration's name")
+    parser.add_argument("--picture", metavar="F.png", help="draw KL over bits (needs matplotlib)")
 
 
 def budget(text: str) -> float | int:
@@ -54,24 +80,101 @@ def run(options: argparse.Namespace) -> None:
     config = inputs.read_config(options.model)
     context = options.context or config.positions
     inputs.warn_beyond(context, config)
-    sizes = options.batch, context, options.dtype
+    if options.picture and (why := figure.missing()):
+        raise UserError(why)
+    for path in filter(None, (options.out, options.picture)):
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+            raise UserError(f"{path!r} must be a file in a directory that exists")
     with input_errors():
-        calibration = check_calibration(kvq.parse(METHOD), config, options.calibration)
-        assert calibration is not None, f"{METHOD} needs a calibration"
-        bits = options.budget if isinstance(options.budget, float) else most_bits(options.budget, config, *sizes)
-        caches = [described(own, calibration, config, *sizes) for own in sorted({*SHOWN, bits})]
+        asked = plan_speed.budget(options, config)
+        bits = asked if isinstance(asked, float) else most_bits(asked, config, options.batch, context, options.dtype)
+    started = time.perf_counter()
     result = {
         "model": options.model,
-        "calibration": options.calibration,
         "budget_bits": options.budget if isinstance(options.budget, float) else None,
-        "budget_bytes": options.budget if isinstance(options.budget, int) else None,
+        "budget_bytes": asked if isinstance(asked, int) else None,
         "context": context,
         "batch": options.batch,
         "bf16_bytes": kvq.dense_nbytes(config, options.batch, context),
-        "chosen": next(cache["name"] for cache in caches if cache["bits"] == bits),
-        "caches": caches,
+        **(_fast(options, config, context, bits) if options.text is None or options.fast else _measured(options, config, context, bits)),
+        "seconds": time.perf_counter() - started,
     }
-    print_json("plan", result) if options.json else _print(result)
+    if options.out:
+        spec = kvq.parse(result["chosen"])
+        with input_errors():
+            kept.write_plan(options.out, kept.Plan(spec, result["calibration"] if METHOD in result["chosen"] else None))
+    if options.picture:
+        with input_errors():
+            figure.draw(result, Path(options.picture))
+    print_json("plan", result | {"out": options.out, "picture": options.picture}) if options.json else _print(result, options)
+
+
+def _fast(options: argparse.Namespace, config: LlamaConfig, context: int, bits: float) -> dict[str, Any]:
+    """Return the plan that a calibration gives by itself."""
+    file = options.calibration
+    if options.text is not None:
+        file = _planner(options, config).file
+    elif file is None:
+        with input_errors():
+            file = str(kept.calibration_file(options.model))
+        if not Path(file).is_file():
+            raise UserError(f"no plan of {options.model!r} was made yet: give --text FILE to measure, or --calibration F")
+    with input_errors():
+        calibration = check_calibration(kvq.parse(METHOD), config, file)
+        assert calibration is not None, f"{METHOD} needs a calibration"
+        caches = [_predicted(own, calibration, config, context, options) for own in sorted({*SHOWN, bits})]
+    chosen = next(cache["name"] for cache in caches if cache["bits"] == bits)
+    return {"text": options.text, "calibration": file, "chosen": chosen, "caches": caches, "prediction": None, "sides": []}
+
+
+def _measured(options: argparse.Namespace, config: LlamaConfig, context: int, bits: float) -> dict[str, Any]:
+    """Return the plan that measurements on a text give."""
+    planner = _planner(options, config)
+    advice = f"the same command goes on from what is in {str(planner.work)!r}"
+    with interruption.advised(advice), input_errors():
+        costs = planner.costs()
+        checked = planner.check(costs, bits)
+        others = {own: planner.planned(costs, own) for own in SHOWN if own != bits}
+    facts = {own: described(str(spec), own, config, options.batch, context, options.dtype) for own, (spec, _) in others.items()}
+    caches = [facts[own] | {"predicted_kl": others[own][1], "measured_kl": None} for own in others]
+    caches += [
+        described(str(one.spec), bits, config, options.batch, context, options.dtype)
+        | {"predicted_kl": one.predicted, "measured_kl": one.kl}
+        for one in checked
+    ]
+    return {
+        "text": options.text,
+        "calibration": planner.file,
+        "chosen": str(checked[0].spec),
+        "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
+        "prediction": prediction(checked),
+        "sides": planner.sides,
+    }
+
+
+def prediction(checked: list[Checked]) -> dict[str, Any]:
+    """Return the largest factor between a prediction and what was measured, and whether it is small enough to be more than a rank."""
+    factors = [max(one.kl / one.predicted, one.predicted / one.kl) for one in checked if one.predicted and one.kl > 0]
+    largest = max(factors, default=1.0)
+    return {"factor": largest, "ranks_only": largest > FACTOR}
+
+
+def _planner(options: argparse.Namespace, config: LlamaConfig) -> Planner:
+    """Check the request, load the model and calibrate."""
+    text = inputs.read_text(options.text)
+    ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
+    window = min(WINDOW, config.positions) if options.window is None else options.window
+    request = Request(np.asarray(ids, np.int32), window, options.windows, SAMPLES, min(LENGTH, config.positions))
+    with input_errors():
+        if window > config.positions or window <= SCORED:
+            raise ValueError(f"--window {window} must be above {SCORED} and at most the model's {config.positions} positions")
+        request.check(config)
+        work = Path(options.work) if options.work else kept.folder(options.model)
+        work.mkdir(parents=True, exist_ok=True)
+    with progress(f"loading {options.model}"), input_errors():
+        llama, _ = load_llama(options.model, dtype="float32")
+    with interruption.advised(f"the same command goes on from what is in {str(work)!r}"), input_errors():
+        return Planner(llama, request, work, options.calibration, Path(options.text).name, bar)
 
 
 def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype: str) -> float:
@@ -89,30 +192,52 @@ def most_bits(budget: int, config: LlamaConfig, batch: int, context: int, dtype:
     return choices[fitting - 1] / 16
 
 
-def described(bits: float, calibration: Calibration, config: LlamaConfig, batch: int, context: int, dtype: str) -> dict[str, Any]:
-    """Return the facts about the cache of so many bits."""
-    spec = resolved(f"{METHOD}:bits={bits}", calibration)
+def described(name: str, bits: float, config: LlamaConfig, batch: int, context: int, dtype: str) -> dict[str, Any]:
+    """Return the facts about a cache that its layout tells."""
     return {
-        "name": str(spec),
+        "name": name,
         "bits": bits,
-        "body_bits_per_element": kvq.body_bits_per_element(spec, config),
-        "bytes": kvq.nbytes(kvq.layout(spec, config, batch, context, dtype)),
-        "predicted_kl": predicted_divergence(spec, calibration),
+        "body_bits_per_element": kvq.body_bits_per_element(name, config),
+        "bytes": kvq.nbytes(kvq.layout(name, config, batch, context, dtype)),
     }
 
 
-def _print(result: dict[str, Any]) -> None:
+def _predicted(bits: float, calibration: Calibration, config: LlamaConfig, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the facts about waterfill with so many bits, as its calibration shares them out."""
+    spec = resolved(f"{METHOD}:bits={bits}", calibration)
+    facts = described(str(spec), bits, config, options.batch, context, options.dtype)
+    return facts | {"predicted_kl": predicted_divergence(spec, calibration), "measured_kl": None}
+
+
+def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
     rows = [
         (
             ">" if cache["name"] == result["chosen"] else "",
+            _short(cache["name"]),
             f"{cache['body_bits_per_element']:.3f}",
             format_bytes(cache["bytes"]),
             f"{result['bf16_bytes'] / cache['bytes']:.2f}",
-            f"{cache['predicted_kl']:.4f}",
+            "" if cache["predicted_kl"] is None else f"{cache['predicted_kl']:.4f}",
+            "" if cache["measured_kl"] is None else f"{cache['measured_kl']:.4f}",
         )
         for cache in result["caches"]
     ]
-    columns = ("", "stored bits", "cache", "smaller than bf16, times", "predicted KL")
-    print_table(f"{METHOD} on {result['model']}, {result['batch']} x {result['context']} tokens", columns, rows, columns[1:])
-    print_line("KL in nats per token, to second order, of tokens outside the windows: it ranks budgets; kvq eval measures one")
-    print_line(f"use it: kvq generate {result['model']} --prompt P --cache '{result['chosen']}' --calibration {result['calibration']}")
+    columns = ("", "cache", "stored bits", "bytes", "smaller than bf16, times", "predicted KL", "measured KL")
+    print_table(f"{result['model']}, {result['batch']} x {result['context']} tokens", columns, rows, columns[2:])
+    told = result["prediction"]
+    if told is None:
+        print_line("KL in nats per token, to second order, of tokens outside the windows: it ranks budgets; kvq eval measures one")
+    else:
+        kind = "it ranks only" if told["ranks_only"] else f"within a factor of {FACTOR:g}"
+        print_line(f"KL in nats per token. Predictions add up what sides cost; the worst is {told['factor']:.2f} times off: {kind}")
+    for path, what in ((options.out, "the cache"), (options.picture, "the picture")):
+        if path:
+            print_line(f"[{path}: {what}]")
+    given = f" --calibration {result['calibration']}" if METHOD in result["chosen"] else ""
+    cache = options.out or f"'{result['chosen']}'{given}"
+    print_line(f"use it: kvq generate {result['model']} --prompt P --cache {cache}")
+
+
+def _short(name: str) -> str:
+    """Return a cache's name without the digits of its widths, which are in the last line."""
+    return METHOD if name.startswith(f"{METHOD}:k_widths") else name

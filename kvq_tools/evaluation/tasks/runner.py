@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvq_jax.cache.cache import init_cache
 from kvq_jax.cache.spec import CacheSpec
 from kvq_models.calibration.progress import Progress
 from kvq_models.inference.decoding import right_padded
-from kvq_models.inference.generation import generate_stream
+from kvq_models.inference.generation import Generated, begun, generate_stream, stream
+from kvq_models.inference.layer_by_layer import prefill_together
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.model import Llama
 from kvq_tools.evaluation.tasks.sample import Prompts, Sample, Scores, Task
@@ -81,6 +83,31 @@ def run(
             yield Answer(index, text, tokens, task.score(samples[index], text), finite)
 
 
+def run_together(
+    candidates: Sequence[tuple[Llama, CacheSpec]],
+    task: Task,
+    samples: Sequence[Sample],
+    prompts: Prompts,
+    *,
+    batch: int,
+    go_on: Callable[[Sequence[Answer]], bool],
+) -> tuple[list[Answer], ...]:
+    """Answer samples through several caches, which have the pass over a prompt in common: the answers of each, as from `run`.
+
+    candidates: models that differ only in what each cache needs. The first is asked first; the others are asked in a batch only where
+    `go_on` of all answers of the first so far is true, so theirs may be missing.
+    """
+    found: tuple[list[Answer], ...] = tuple([] for _ in candidates)
+    for indices in batches(samples, candidates[0][0].config, batch):
+        chosen = [samples[i] for i in indices]
+        for own, answers in zip(found, _generated_together(candidates, task, chosen, prompts), strict=False):
+            texts = dict(zip(indices, answers, strict=True))
+            own += [Answer(i, text, tokens, task.score(samples[i], text), finite) for i, (text, tokens, finite) in texts.items()]
+            if own is found[0] and not go_on(own):
+                break
+    return found
+
+
 def batches(samples: Sequence[Sample], config: LlamaConfig, batch: int) -> Iterator[list[int]]:
     """Yield the indices of samples that run together, the longest first, so that memory runs out at once if it does. The last of several
     batches repeats its last sample: a smaller batch would be another program to compile."""
@@ -100,8 +127,35 @@ def _generated(llama: Llama, spec: CacheSpec, task: Task, samples: list[Sample],
     room, max_new_tokens = capacity(samples[0], llama.config), samples[0].max_new_tokens
     tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
     cache = init_cache(spec, llama.config, len(samples), room, llama.embed[...].dtype)
-    ends, answers = llama.config.eos_token_ids, []
-    for so_far in generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends):
+    ends = llama.config.eos_token_ids
+    segments = generate_stream(llama, cache, tokens, lengths, max_new_tokens=max_new_tokens, eos_ids=ends)
+    return _answers(segments, ends, task, samples, prompts)
+
+
+def _generated_together(
+    candidates: Sequence[tuple[Llama, CacheSpec]], task: Task, samples: list[Sample], prompts: Prompts
+) -> Iterator[list[tuple[str, int, bool]]]:
+    """Yield what `_generated` returns for each candidate; a cache is given up before the next one is read."""
+    config, new = candidates[0][0].config, samples[0].max_new_tokens
+    room, ends = capacity(samples[0], config), config.eos_token_ids
+    tokens, lengths = right_padded([list(sample.prompt) for sample in samples])
+    tokens = np.pad(tokens, ((0, 0), (0, room - new - tokens.shape[1])))  # one width for all samples of this capacity
+    made = [init_cache(spec, config, len(samples), room, llama.embed[...].dtype) for llama, spec in candidates]
+    logits, filled = prefill_together([llama for llama, _ in candidates], made, jnp.asarray(tokens), jnp.asarray(lengths))
+    del made
+    caches = list(filled[::-1])
+    del filled
+    for llama, _ in candidates:
+        state = begun(caches.pop(), logits + 0, new)  # a copy: the loop consumes its state
+        yield _answers(stream(llama, state, max_new_tokens=new, eos_ids=ends), ends, task, samples, prompts)
+
+
+def _answers(
+    segments: Iterable[Generated], ends: Sequence[int], task: Task, samples: list[Sample], prompts: Prompts
+) -> list[tuple[str, int, bool]]:
+    """Return the texts of a stream as far as the task needs them."""
+    answers: list[tuple[str, int, bool]] = []
+    for so_far in segments:
         rows = [row[:count].tolist() for row, count in zip(np.asarray(so_far.tokens), np.asarray(so_far.lengths), strict=True)]
         answers = [(prompts.decode(row), len(row), bool(finite)) for row, finite in zip(rows, np.asarray(so_far.finite), strict=True)]
         if all(row[-1] in ends or task.finished(sample, text) for row, sample, (text, *_) in zip(rows, samples, answers, strict=True)):

@@ -90,6 +90,13 @@ def _loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> 
     return jax.value_and_grad(total)(hidden_BTD)
 
 
+def gradient_of_the_loss(llama: Llama, hidden_BTD: HiddenBTD, labels_BT: Int[Array, "B T"]) -> tuple[float, HiddenBTD]:
+    """Return the summed losses of the tokens to predict, in nats, and the gradient of that sum in the last layer's output."""
+    chunks = [slice(at, at + LOSS_CHUNK) for at in range(0, labels_BT.shape[1], LOSS_CHUNK)]
+    losses, cotangents = zip(*(_loss(llama, hidden_BTD[:, chunk], labels_BT[:, chunk]) for chunk in chunks), strict=True)
+    return float(sum(losses)), jnp.concatenate(cotangents, axis=1)
+
+
 def record(llama: Llama, window: Int[np.ndarray, " tokens"], write: Callable[[Recorded], None]) -> float:
     """Run one sample, pass every layer's rows and gradients to `write`, and return the mean loss in nats per token.
 
@@ -109,15 +116,12 @@ def record(llama: Llama, window: Int[np.ndarray, " tokens"], write: Callable[[Re
         for recorded in _sides(index, "rows", rows):
             write(recorded)
 
-    chunks = [slice(at, at + LOSS_CHUNK) for at in range(0, length, LOSS_CHUNK)]
-    losses, cotangents = zip(*(_loss(llama, hidden_BTD[:, chunk], tokens_BT[:, 1:][:, chunk]) for chunk in chunks), strict=True)
-    cotangent_BTD = jnp.concatenate(cotangents, axis=1)
-
+    loss, cotangent_BTD = gradient_of_the_loss(llama, hidden_BTD, tokens_BT[:, 1:])
     for index, layer in reversed(list(enumerate(llama.layers))):
         cotangent_BTD, gradients = _backward(layer, inputs.pop(), zeros_BKTH, scene, cotangent_BTD)
         for recorded in _sides(index, "gradients", gradients):
             write(recorded)
-    return float(sum(losses)) / length
+    return loss / length
 
 
 def _sides(layer: int, what: str, pair: tuple[Array, Array]) -> Iterator[Recorded]:

@@ -192,12 +192,12 @@ def _scan_steps(
 
 def run_layers(llama: Llama, step: Step, tokens: Int[Array, "B T"]) -> tuple[HiddenBTD, Cache]:
     """Run all layers over the tokens of a step."""
-    rope, split = rope_for(llama.config, step.cache.capacity), residual_split(step.cache)
-    hidden, positions, valid = split(embedded(llama, tokens, step.cache.placement)), step.positions, step.valid
-    if twice := tokens.size == 1 and step.cache.placement is None and _on_gpu(step):
+    rope, split, placement = rope_for(llama.config, step.cache.capacity), residual_split(step.cache), step.cache.placement
+    hidden, positions, valid = split(embedded(llama, tokens, placement)), step.positions, step.valid
+    if twice := tokens.size == 1 and placement is None and _on_gpu(step):
         hidden, positions, valid = lax.optimization_barrier(jax.tree.map(lambda a: jnp.repeat(a, 2, axis=0), (hidden, positions, valid)))
     for layer in llama.layers:
-        own = attention_inputs(layer, hidden, positions, valid, rope)
+        own = attention_inputs(layer, hidden, positions, valid, rope, placement)
         own = _first_row(own) if twice else own
         attention, step = append_and_attend(
             step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope
@@ -224,7 +224,8 @@ def residual_split(cache: Cache) -> Callable[[HiddenBTD], HiddenBTD]:
     return (lambda hidden: hidden) if placement is None else (lambda hidden: placement.constrained(hidden, "batch", "none", "model"))
 
 
-attention_inputs = jax.jit(Layer.attention_inputs)  # layers that are alike are traced and lowered once, here as in _layer_step
+# layers that are alike are traced and lowered once, here as in _layer_step
+attention_inputs = jax.jit(Layer.attention_inputs, static_argnames="placement")
 
 
 @jax.jit

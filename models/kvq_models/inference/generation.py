@@ -113,6 +113,22 @@ def generate_stream(
     Each yielded value's cache is consumed by the next segment; keep only the last one.
     """
     state = start(llama, cache, tokens, lengths, max_new_tokens, sampling, implementation)
+    yield from stream(
+        llama, state, max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids, key=key, implementation=implementation
+    )
+
+
+def stream(
+    llama: Llama,
+    state: GenerationState,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    eos_ids: tuple[int, ...] = (),
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> Iterator[Generated]:
+    """Go on from the loop's first state (`begun`) as `generate_stream` does."""
     until = 0
     while until < max_new_tokens and not np.asarray(state.ended).all():
         until = min(until + STREAM_STEPS, max_new_tokens)

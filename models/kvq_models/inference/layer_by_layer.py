@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvq_jax.cache.cache import Cache
-from kvq_jax.cache.step import Step, append_and_attend, begin, finish
+from kvq_jax.cache.step import Step, append, append_and_attend, begin, finish
 from kvq_jax.types.array_types import LayerInputs, LengthsB
 from kvq_jax.types.rope import Rope
 from kvq_models.inference.decoding import attention_inputs, check_dims, finish_layer
@@ -27,14 +28,15 @@ head = jax.jit(Llama.logits)
 
 
 def prefill_together(
-    llamas: Sequence[Llama], caches: Sequence[Cache], tokens: Int[Array, "B T"]
+    llamas: Sequence[Llama], caches: Sequence[Cache], tokens: Int[Array, "B T"], lengths: LengthsB | None = None
 ) -> tuple[Float[Array, "B V"], tuple[Cache, ...]]:
     """Add the same prompts [B, T] to empty caches, and return (logits [B, V] fp32 after the last token, the caches).
 
     Attention inside a prompt is exact for every method, so all caches are given the same keys and values: the model runs once, and each
     cache only quantizes. The caches are those that `prefill` returns, to rounding.
 
-    llamas: the model with what each cache needs (`prepare`); they differ in nothing else. Raises ValueError where a cache is not empty or
+    llamas: the model with what each cache needs (`prepare`); they differ in nothing else. lengths: the tokens of each row, at least 1
+    (default: T); the rest is padding on the right. Raises ValueError where a cache is not empty or
     was made for another model.
     """
     for llama, cache in zip(llamas, caches, strict=True):
@@ -43,16 +45,17 @@ def prefill_together(
             raise ValueError(f"a cache holds {int(cache.lengths.max())} tokens; prompts that are shared go into empty caches")
     llama, rope = llamas[0], rope_for(llamas[0].config, caches[0].capacity)
     steps = [
-        begin(cache, tokens.shape[1], prefill=True, parameters=parameters_for(own, cache.spec))
+        begin(cache, tokens.shape[1], lengths, prefill=True, parameters=parameters_for(own, cache.spec))
         for own, cache in zip(llamas, caches, strict=True)
     ]
     hidden = embed(llama, tokens)
     for layer in llama.layers:
         inputs = attention_inputs(layer, hidden, steps[0].positions, steps[0].valid, rope)
-        attended = [_attend(step, inputs, rope) for step in steps]
-        steps = [step for _, step in attended]
-        hidden = finish_layer(layer, hidden, attended[0][0])
-    return head(llama, hidden[:, -1:])[:, 0], tuple(finish(step) for step in steps)
+        attention, first = attend(steps[0], inputs, rope)
+        steps = [first, *(_append(step, inputs, rope) for step in steps[1:])]
+        hidden = finish_layer(layer, hidden, attention)
+    last = hidden[:, -1:] if lengths is None else jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+    return head(llama, last)[:, 0], tuple(finish(step) for step in steps)
 
 
 def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: LengthsB) -> tuple[HiddenBTD, Bool[Array, "B T"], Cache]:
@@ -62,10 +65,15 @@ def decode(llama: Llama, cache: Cache, tokens: Int[Array, "B T"], lengths: Lengt
     step = begin(cache, tokens.shape[1], lengths, prefill=False, parameters=parameters_for(llama, cache.spec))
     hidden = embed(llama, tokens)
     for layer in llama.layers:
-        attention, step = _attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
+        attention, step = attend(step, attention_inputs(layer, hidden, step.positions, step.valid, rope), rope)
         hidden = finish_layer(layer, hidden, attention)
     return hidden, step.valid, finish(step)
 
 
-def _attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
+def attend(step: Step, own: LayerInputs, rope: Rope) -> tuple[QueryBNTH, Step]:
+    """Return `append_and_attend` of the step's next layer with everything that a method may read."""
     return append_and_attend(step, own.q_rot, own.k_rot, own.v, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)
+
+
+def _append(step: Step, own: LayerInputs, rope: Rope) -> Step:
+    return append(step, own.k_rot, own.v, q=own.q_rot, q_pre=own.q_pre, k_pre=own.k_pre, x=own.x, residual=own.residual, rope=rope)

@@ -79,7 +79,7 @@ def describe(llama: Llama) -> Llama:
 
 def replace_weights(llama: Llama, values: Mapping[str, Any]) -> Llama:
     """Return the same tree with these values at the paths of `weights(llama)`."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(_path_name(path), leaf), llama)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(path_name(path), leaf), llama)
 
 
 def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
@@ -91,11 +91,11 @@ def _weight(path: str, leaf: Any, config: LlamaConfig) -> Weight:
 
 def _leaves(llama: Llama) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(llama):
-        name = _path_name(path)
+        name = path_name(path)
         if not name.startswith("cache_parameters"):
             yield name, leaf
 
 
-def _path_name(path: jax.tree_util.KeyPath) -> str:
+def path_name(path: jax.tree_util.KeyPath) -> str:
     """Return a path such as `layers.0.q_proj.kernel`; the trailing key, which is dropped, is the one inside flax's Param."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

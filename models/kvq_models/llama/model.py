@@ -23,10 +23,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import LayerInputs, PositionsBT, QueryBNTH, RowsBKTH, ValidBT
 from kvq_jax.types.rope import Rope, rotate
 from kvq_models.llama.config import LlamaConfig
 from kvq_models.llama.rope import rope_for
+from kvq_models.llama.whole_heads import of_whole_heads
 
 INITIAL_STDDEV = 0.02
 
@@ -91,28 +93,40 @@ class Layer(nnx.Module):
 
     def queries(self, x_BTD: HiddenBTD) -> QueryBNTH:
         """Return the queries before RoPE, from the normalized input."""
-        q_BNTH = split_heads(self.q_proj(x_BTD), self.config.num_attention_heads)
-        return q_BNTH if self.q_norm is None else self.q_norm(q_BNTH)
+        return self._query_heads(self.q_proj(x_BTD))
 
     def keys(self, x_BTD: HiddenBTD) -> RowsBKTH:
         """Return the keys before RoPE, from the normalized input."""
-        k_BKTH = split_heads(self.k_proj(x_BTD), self.config.num_key_value_heads)
-        return k_BKTH if self.k_norm is None else self.k_norm(k_BKTH)
+        return self._key_heads(self.k_proj(x_BTD))
 
     def values(self, x_BTD: HiddenBTD) -> RowsBKTH:
         return split_heads(self.v_proj(x_BTD), self.config.num_key_value_heads)
 
-    def attention_inputs(self, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope) -> LayerInputs:
-        """Return everything that attention and a cache method may need of T tokens; `x` is the normalized input."""
+    def _query_heads(self, projected_BTC: Float[Array, "B T C"]) -> QueryBNTH:
+        q_BNTH = split_heads(projected_BTC, self.config.num_attention_heads)
+        return q_BNTH if self.q_norm is None else self.q_norm(q_BNTH)
+
+    def _key_heads(self, projected_BTC: Float[Array, "B T C"]) -> RowsBKTH:
+        k_BKTH = split_heads(projected_BTC, self.config.num_key_value_heads)
+        return k_BKTH if self.k_norm is None else self.k_norm(k_BKTH)
+
+    def attention_inputs(
+        self, hidden_BTD: HiddenBTD, positions_BT: PositionsBT, valid_BT: ValidBT, rope: Rope, placement: Placement | None = None
+    ) -> LayerInputs:
+        """Return everything that attention and a cache method may need of T tokens; `x` is the normalized input.
+
+        placement (static): that of the cache, whose shards get the heads that they hold.
+        """
         x_BTD = self.input_norm(hidden_BTD)
-        q_BNTH, k_BKTH = self.queries(x_BTD), self.keys(x_BTD)
+        q_BTC, k_BTC, v_BTC = of_whole_heads([project(x_BTD) for project in (self.q_proj, self.k_proj, self.v_proj)], placement)
+        q_BNTH, k_BKTH = self._query_heads(q_BTC), self._key_heads(k_BTC)
         return LayerInputs(
             x=x_BTD,
             q_pre=q_BNTH,
             q_rot=rotate(q_BNTH, positions_BT, rope),
             k_pre=k_BKTH,
             k_rot=rotate(k_BKTH, positions_BT, rope),
-            v=self.values(x_BTD),
+            v=split_heads(v_BTC, self.config.num_key_value_heads),
             positions=positions_BT,
             valid=valid_BT,
             rope=rope,

@@ -21,6 +21,7 @@ from kvq_jax.placement.placement import AnyMesh, Placement
 from kvq_jax.types.array_types import ArraySpec
 from kvq_models.llama import hf_names
 from kvq_models.llama.model import HiddenBTD, Llama
+from kvq_models.llama.weight_axes import split_by
 
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")  # axes along which weights are split
 ROWS = "rows"  # the mesh axis of a batch, where a mesh is given without a placement
@@ -41,10 +42,8 @@ def placement_of(mesh: AnyMesh | Placement) -> Placement:
 
 def partition(spec: ArraySpec, placement: Placement) -> PartitionSpec:
     """Return how a weight is split."""
-    axes = tuple(axis for axis in (placement.heads, placement.tokens) if axis is not None)
-    parts = math.prod(placement.mesh.shape[axis] for axis in axes)
-    at = next((i for i, axis in enumerate(spec.axes) if axis.name in SPLIT and axis.size % parts == 0), None)
-    return PartitionSpec(*(axes if i == at and parts > 1 else None for i in range(len(spec.axes))))
+    at = next((i for i, axis in enumerate(spec.axes) if axis.name in SPLIT and split_by(axis.size, placement)), None)
+    return PartitionSpec(*(split_by(axis.size, placement) if i == at else None for i, axis in enumerate(spec.axes)))
 
 
 def weight_shardings(llama: Llama, placement: Placement) -> dict[str, NamedSharding]:

@@ -5,8 +5,10 @@ A projection's output axis is as long as its heads together: Axis("kv_heads", K,
 
 from __future__ import annotations
 
+import math
 import re
 
+from kvq_jax.placement.placement import Placement
 from kvq_jax.types.array_types import Axis
 from kvq_models.llama.config import LlamaConfig
 
@@ -47,3 +49,10 @@ def weight_axes(path: str, config: LlamaConfig) -> tuple[Axis, ...]:
         "mlp": Axis("mlp", config.intermediate_size),
     }
     return tuple(named[name] for name in TABLE[re.sub(r"\d+", "#", path)])
+
+
+def split_by(size: int, placement: Placement) -> tuple[str, ...]:
+    """Return the mesh axes that split a weight's axis of this size: all but that of rows, or none where they do not divide it."""
+    axes = tuple(axis for axis in (placement.heads, placement.tokens) if axis is not None)
+    parts = math.prod(placement.mesh.shape[axis] for axis in axes)
+    return axes if parts > 1 and size % parts == 0 else ()

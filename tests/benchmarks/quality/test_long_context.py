@@ -106,13 +106,13 @@ def test_every_task_has_count_samples_and_those_of_one_fact_stand_at_all_depths(
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def until_the_third(model, spec, task, samples, *_, **__):
-        asked.append((str(spec), samples[0].labels["length"]))
-        if len(asked) == 3:
+    def until_the_second(candidates, task, samples, *_, **__):
+        asked.append(([str(spec) for _, spec in candidates], samples[0].labels["length"]))
+        if len(asked) == 2:
             raise KeyboardInterrupt
-        return iter([long_context.runner.Answer(i, "", 0, {"accuracy": 0.5}) for i in range(len(samples))])
+        return tuple([long_context.runner.Answer(i, "", 0, {"accuracy": 0.5}) for i in range(len(samples))] for _ in candidates)
 
-    monkeypatch.setattr(long_context.runner, "run", until_the_third)
+    monkeypatch.setattr(long_context.runner, "run_together", until_the_second)
     command = ["--tasks=passkey", "--lengths", "300", "320", "--count=2", "--caches=int4", f"--json={tmp_path / 'a.json'}"]
     with pytest.raises(KeyboardInterrupt):
         long_context.main(command)
@@ -121,7 +121,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
         long_context.main([*command, "--seed=1"])
     assert "holds rows of another run (seed)" in capsys.readouterr().err
     long_context.main(command)
-    assert asked == [("dense", 300), ("dense", 320), ("int4", 300), ("int4", 300), ("int4", 320)]
+    assert asked == [(["dense", "int4"], length) for length in (300, 320, 320)]
     assert len(LongContextReport.read(tmp_path / "a.json").cells) == 4
 
 

@@ -138,7 +138,7 @@ def test_the_page_has_lists_variants_side_by_side_and_grids(report, folder):
     assert f"| {other.kl / coded.kl:.2f} [{low:.2f}, {high:.2f}] |" in page
     grid = report.of("C")
     for variant, rows in itertools.groupby(grid, key=lambda row: row.variant):
-        cells = " | ".join(f"{row.perplexity:.2f} ({row.kl:.4f})" for row in rows)
+        cells = " | ".join(f"{row.perplexity:.2f} ({row.kl:.4f} [{row.kl_interval.low:.4f}, {row.kl_interval.high:.4f}])" for row in rows)
         assert f"| {variant}: w_recent | 0 | 32 |\n| --- | --- | --- |\n| KIVI | {cells} |" in page
     assert f"]({windows_figure.FILE.removesuffix('.json')}.png)" in page
 

@@ -15,7 +15,7 @@ from benchmarks.cpu import squat_prefill
 from benchmarks.cpu.timing import CpuReport
 from benchmarks.quality import squat_subspace
 from benchmarks.quality.squat_subspace import before_rope, deviations, layer_inputs, score_error, tokens_of
-from benchmarks.quality.squat_subspace_report import ScoreError, SubspaceReport, draw
+from benchmarks.quality.squat_subspace_report import Prediction, ScoreError, SubspaceReport, draw
 from benchmarks.report_file import RESULTS
 from kvq_models import EMBEDDED, load_llama
 
@@ -98,20 +98,24 @@ def test_the_prefill_benchmark_has_a_row_for_each_cache(results: pathlib.Path):
 
 
 def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp_path: pathlib.Path):
-    report = SubspaceReport.read(RESULTS / "squat_subspace.json")
+    report = SubspaceReport.read(RESULTS / "squat_subspace_smollm2.json")
     report.write(tmp_path / "squat_subspace.json")
     assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
     draw(report).savefig(tmp_path / "plot.png")
     page = results_page.render(tmp_path)["squat_subspace.md"]
     assert f"{report.ratio('squat', 5, 1e-3):.2f}" in page
     assert f"{report.deviation('prompt', False)[0]:.2f}" in page
-    assert f"| `kivi` | {report.predictions[1].nats:.3f} |" in page
+    assert f"| {report.layer_ratios('squat', 5, 1e-3)[7]:.2f} |" in page
+    assert "nats of" not in page, "no caches were read"
+    read = dataclasses.replace(report, predictions=(Prediction("kivi", 100, 1.25),))
+    read.write(tmp_path / "squat_subspace.json")
+    assert "| `kivi` | 1.250 |" in results_page.render(tmp_path)["squat_subspace.md"]
 
 
 def test_a_page_has_the_ratios_of_every_layer_and_none_of_caches_that_were_not_read(tmp_path: pathlib.Path):
     errors = {(None, None): (1.0, 2.0), (5, 1e-3): (0.5, 3.0), (7, 1e-3): (0.25, 1.0)}
     report = dataclasses.replace(
-        SubspaceReport.read(RESULTS / "squat_subspace.json"),
+        SubspaceReport.read(RESULTS / "squat_subspace_smollm2.json"),
         score_ranks=(5, 7),
         lams=(1e-3,),
         errors=tuple(ScoreError("squat", rank, lam, layer, e) for (rank, lam), both in errors.items() for layer, e in enumerate(both)),

@@ -18,6 +18,7 @@ from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_models import prefill as prefill_model
 from pallas_kernels.launch import Launch
 from tests.compile_options import QUICK_COMPILE
+from tests.exhaustive import some
 from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.kvq_models.checkpoints import random_llama, tiny_config
 from tests.pallas_kernels.lowering import lower_for_cuda
@@ -41,6 +42,9 @@ SPECS = (
     "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4",
     "k=nf2:group_size=32,pre_rope=true+v=int3",
 )
+# one of each reader, pair of methods and place of RoPE; tests/pallas_kernels reads the other formats
+USUAL = ("dense:block=32", "innerq:bits=2", "k=innerq:bits=4+v=kivi:bits=8", "kivi:bits=4,pre_rope=true", "kvquant:bits=4,outliers=0.04")
+USUAL += ("nf4", "polarquant")
 INTERPRETED = Launch(interpret=True)
 
 prefill = jax.jit(prefill_layer, static_argnums=0, static_argnames="implementation", compiler_options=QUICK_COMPILE)
@@ -85,7 +89,7 @@ def test_arrays_on_the_cpu_of_a_process_with_a_gpu_are_read_by_xla(monkeypatch):
         jax.jit(functools.partial(step, implementation="pallas"))(cache)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, USUAL))
 def test_a_kernel_decodes_as_xla_does(spec):
     cache = kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16")
     plan, state = cache.plans[0], cache.layers[0]

@@ -20,7 +20,7 @@ from tests.exhaustive import some
 from tests.kvq_jax.attention.test_dispatch import CAPACITY, DIMS, decode, plan_of, prefill, tokens
 from tests.kvq_jax.cache_runs import DIMS as CASE_DIMS
 from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
-from tests.methods_table import METHOD_CASES, MethodCase
+from tests.methods_table import MethodCase, cases
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 SPECS = ("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true")
@@ -114,7 +114,7 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
     np.testing.assert_array_equal(seen[0], plan.regions.body_capacity)
 
 
-@pytest.mark.parametrize("case", METHOD_CASES, ids=lambda case: case.id)
+@cases()
 def test_a_codec_stores_vectors_where_it_returns_them_as_they_are(case: MethodCase):
     """The kernel of windows reads what is stored; so nothing may be left to do with it, and nothing else is said to be stored."""
     for plan in dict.fromkeys(kvq.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -36,6 +37,7 @@ def structs(tokens: int, dtype: str) -> kvq.LayerInputs:
     return describe(kvq.LayerInputs, **names, rope=rope, residual=None)
 
 
+@functools.cache
 def temporary_bytes(layer_function, spec: str, tokens: int, capacity: int = CAPACITY) -> tuple[int, int]:
     """Return (temporary bytes of one compiled call with a donated state, bytes of the layer's cache)."""
     cache = kvq.layout(spec, DIMS, 1, capacity, "bfloat16")

@@ -13,7 +13,7 @@ import pytest
 import kvq_jax as kvq
 from kvq_jax.attention.reference import decode_rows
 from kvq_models import decode_step, forward, prefill, prepare, right_padded, score
-from kvq_models.inference.decoding import implementations
+from kvq_models.inference.decoding import implementations, prefill_program
 from pallas_kernels.launch import Launch
 from tests.compile_options import USUAL_COMPILE
 from tests.exhaustive import some
@@ -226,10 +226,8 @@ def test_a_decode_step_needs_little_memory_beside_the_cache(spec):
 
 
 def test_prefill_into_a_quantized_cache_peaks_below_the_dense_one():
-    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=2)
+    config = tiny_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_hidden_layers=1)
     llama = random_llama(config, dtype=jnp.bfloat16)
-    from kvq_models.inference.decoding import prefill_program
-
     peaks = {}
     for spec in ("dense", "kivi:bits=4", "innerq"):
         cache = kvq.layout(spec, config, 1, 4096, "bfloat16")

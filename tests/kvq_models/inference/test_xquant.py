@@ -4,6 +4,7 @@ flows through the layers of prompts, steps and ragged batches."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import kvq_jax as kvq
 from kvq_models import decode_step, forward, prefill, prepare, score
 from kvq_models.llama.model import layer_forward
 from kvq_models.llama.rope import rope_for
+from tests.exhaustive import some
 from tests.kvq_models.checkpoints import random_llama, random_tokens, row_errors, tiny_config
 
 MODELS = {
@@ -33,6 +35,8 @@ EXACT = {
     "cross_unit_latent": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,latent=true,reading=unit_norm",
     "cross_residual": "xquant_cl:bits=16,base_bits=16,early_bits=16,base_layer=0,reading=residual_stream",
 }
+USUAL = [("gqa4", form) for form in EXACT]  # and what the other models have of their own
+USUAL += [("mha", "x"), ("bias", "cross_x"), ("qk_norm", "cross_latent"), ("narrow", "latent"), ("narrow", "cross_unit_latent")]
 LENGTH, CAPACITY = 40, 48
 step = jax.jit(decode_step, donate_argnames="cache")
 
@@ -56,8 +60,7 @@ def exact_inputs(name: str) -> tuple[kvq.LayerInputs, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("form", EXACT)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "form"), some(itertools.product(MODELS, EXACT), USUAL))
 def test_without_quantization_keys_and_values_are_the_models_own(name: str, form: str):
     llama = prepare(model(name), EXACT[form])
     carry: Any = ()

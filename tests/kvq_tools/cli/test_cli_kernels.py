@@ -15,12 +15,15 @@ CACHE = "kivi:bits=4,recent=32,block=32"
 NEW = 6
 
 
+def saved(layers: int, directory):
+    """Write random layers of a head dim that kernels serve, without a tokenizer."""
+    save_llama(random_llama(tiny_config(head_dim=64, num_hidden_layers=layers, max_position_embeddings=256)), directory)
+    return directory
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return a directory with two random layers of a head dim that kernels serve, without a tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    save_llama(random_llama(tiny_config(head_dim=64, max_position_embeddings=256)), directory)
-    return directory
+    return saved(1, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -54,9 +57,9 @@ def test_the_footer_says_pallas_where_kernels_read_the_cache(model, launched, ru
     assert len(set(found["tokens"])) > 1
 
 
-def test_layers_that_kernels_cannot_read_are_told(model, launched, run):
+def test_layers_that_kernels_cannot_read_are_told(launched, run, tmp_path):
     """A layer that is skipped holds float32 rows."""
-    _, out, _ = run(*arguments(model, f"{CACHE},skip_layers=0"))
+    _, out, _ = run(*arguments(saved(2, tmp_path), f"{CACHE},skip_layers=0"))
     assert (
         "; implementation pallas+xla (no kernel: k: full-precision rows in float32; kernels read bfloat16 and float16); layers skipped: 0]"
         in out.splitlines()[-1]

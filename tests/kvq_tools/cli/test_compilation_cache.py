@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -62,3 +66,39 @@ def test_the_command_keeps_programs_unless_told_otherwise(
     printed = capsys.readouterr().out
     assert ("compiled programs" in printed) == kept, printed
     assert ("every run compiles anew" in printed) != kept, printed
+
+
+# Runs the command, and says on stderr what compiling was: programs that the cache held and that it did not, and seconds.
+COUNTED = """
+import collections, json, sys
+import jax
+from kvq_tools.cli.main import main
+
+counts = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: counts.update({event.rpartition("/")[2]: 1}))
+jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: counts.update({event.rpartition("/")[2]: seconds}))
+code = main(sys.argv[1:])
+print(json.dumps(counts), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_the_second_generate_compiles_nothing_that_takes_long(bare: pathlib.Path, tmp_path: pathlib.Path):
+    """In processes of their own, and compiled as for users. Without a tokenizer, whose import takes longer than the model."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment |= {"KVQ_CACHE": str(tmp_path / "user"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ids = ",".join(map(str, range(10, 40)))
+    request = ("generate", str(bare), "--prompt-ids", ids, "--cache", "kivi:bits=2,recent=8,block=8,group_size=8", "--max-new-tokens", "8")
+
+    def generate() -> tuple[str, dict[str, float]]:
+        done = subprocess.run([sys.executable, "-c", COUNTED, *request], env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
+
+    text, first = generate()
+    kept = len(list((tmp_path / "user").rglob("*-cache")))
+    again, second = generate()
+    assert text == again
+    assert kept >= 2, "neither the prompt's program nor that of the loop was kept"
+    assert second["cache_hits"] == kept, f"{kept} programs are on disk: {second}"
+    assert second["backend_compile_duration"] < first["backend_compile_duration"] / 2, f"{first}, {second}"

@@ -38,7 +38,10 @@ def test_ten_million_tokens_fit_eight_devices_quantized_and_not_in_full(run_json
     assert 40e9 < kvquant["total_bytes"] < 42e9
     assert found["caches"][0]["cache_bytes"] == pytest.approx(8 * (kivi["body_bytes"] + kivi["window_bytes"]), rel=1e-4)
     assert kivi["weight_bytes"] == pytest.approx(16.06e9 / 8, rel=1e-3), "8.03 billion weights of 2 bytes"
-    assert kivi["milliseconds"] == pytest.approx(1e3 * (kivi["read_bytes"] / 4.8e12 + 64 * 10e-6))
+    assert kivi["collectives"] == 1 + 32 * 2, "sums of the embedding, o_proj and down_proj"
+    assert kvquant["collectives"] == 1 + 32 * (2 + 2 + 1), "and two merge shards of tokens, and one gathers queries, keys and values"
+    for one in (kivi, kvquant):
+        assert one["milliseconds"] == pytest.approx(1e3 * (one["read_bytes"] / 4.8e12 + one["collectives"] * 10e-6))
 
 
 def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pathlib.Path):
@@ -59,6 +62,7 @@ def test_a_batch_is_shared_out_where_that_is_faster(run_json, eight_billion: pat
         (("--mesh", "columns=2"), "write rows=R,heads=H,tokens=T"),
         (("--mesh", "tokens=16", "--devices", "8"), "needs 16 devices, and there are 8"),
         (("--context", "10G"), "must be an integer of at least 1"),
+        (("--devices", "8"), "--devices counts those of a mesh: give --mesh auto"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(run, eight_billion: pathlib.Path, arguments: tuple[str, ...], message: str):

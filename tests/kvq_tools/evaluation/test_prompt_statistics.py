@@ -70,7 +70,7 @@ def without_statistics(llama, spec, rows, prompt):
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in METHOD_CASES if case.id in (*MEASURED, "kivi2")], ids=lambda case: case.id)
+@cases(*MEASURED, "kivi2", usual=("innerq2", "squat3_pre", "kivi2"))
 def test_an_evaluation_by_default_has_the_statistics(case: MethodCase, llama, ids):
     """kivi2 is the control: it has none, so that two compilations of its prefill differ by rounding alone."""
     model, rows = prepare(llama, case.spec), jnp.asarray(ids[None])

@@ -11,6 +11,7 @@ const made = () => {
   return element;
 };
 globalThis.document = {getElementById: id => elements[id] ??= made(), createElement: made};
+globalThis.location = {href: url + "/"};
 const real = globalThis.fetch;
 globalThis.fetch = (path, options) => real(url + "/" + path, options);
 Object.assign(document.getElementById("temperature"), {value: "0"});

@@ -78,6 +78,13 @@ def running(folder: pathlib.Path) -> Iterator[Running]:
     llama, tokenizer = load_llama(folder, dtype="float32")
     engine = Engine(llama, SPEC, slots=SLOTS, capacity=CAPACITY, widths=WIDTHS, queue_limit=QUEUE, prefixes=PrefixStore(64 << 20))
     engine.warm_up()
+    with serving(engine, tokenizer) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, tokenizer: Any) -> Iterator[Running]:
+    """Serve an engine until the block ends."""
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
@@ -91,7 +98,7 @@ def running(folder: pathlib.Path) -> Iterator[Running]:
     thread.start()
     assert ready.wait(30), "the server does not start"
     try:
-        yield Running(f"http://127.0.0.1:{port}", port, llama, tokenizer, service, server)
+        yield Running(f"http://127.0.0.1:{port}", port, engine.llama, tokenizer, service, server)
     finally:
         server.should_exit = True
         thread.join(30)

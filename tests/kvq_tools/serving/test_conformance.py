@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 
 import pytest
+from openai.types import chat as chat_types
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from kvq_tools.serving.fields import NEUTRAL, ChatFields, CompletionFields
+from kvq_tools.serving.fields import NEUTRAL, NEUTRAL_IN_MESSAGES, ChatFields, CompletionFields, Message
+from tests.kvq_tools.serving.running import CHAT, NAME, Running
+
+SERVED = {  # values of each served field; the first asks for something
+    "model": [NAME],
+    "prompt": ["x", [5, 6], ["x", "y"], [[5], [6]]],
+    "messages": [CHAT],
+    "max_tokens": [2, None],
+    "max_completion_tokens": [2, None],
+    "temperature": [0.5, 0, 2, None],
+    "top_p": [0.5, 1, None],
+    "top_k": [3, 0, None],
+    "min_p": [0.1, 0, None],
+    "seed": [7, -1, 2**40, None],
+    "n": [2, None],
+    "stop": ["x", ["x", "y"], None],
+    "stream": [True, False, None],
+    "stream_options": [{"include_usage": True, "include_obfuscation": False}, {}, None],
+    "echo": [True, False, None],
+    "top_logprobs": [2, 0, None],
+    "user": ["me", None],
+}
+LOGPROBS = {"/v1/completions": [3, 0, None], "/v1/chat/completions": [True, False, None]}
+PATHS: dict[str, tuple[type[CompletionFields] | type[ChatFields], dict]] = {
+    "/v1/completions": (CompletionFields, {"prompt": "x", "max_tokens": 1}),
+    "/v1/chat/completions": (ChatFields, {"messages": CHAT, "max_completion_tokens": 1}),
+}
+BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}  # what a field is only allowed with
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "serving.md"
 
@@ -34,6 +63,24 @@ def test_every_field_of_openai_is_served_or_refused(params: type, kind: type[Com
     assert not set(kind.model_fields) & set(NEUTRAL)
 
 
+@pytest.mark.parametrize("role", ["System", "Developer", "User", "Assistant"])
+def test_every_field_of_a_message_is_served_or_refused(role: str):
+    unknown = set(getattr(chat_types, f"ChatCompletion{role}MessageParam").__annotations__) - set(Message.model_fields)
+    assert unknown <= set(NEUTRAL_IN_MESSAGES)
+    assert not set(Message.model_fields) & set(NEUTRAL_IN_MESSAGES)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_served_field_is_accepted(server: Running, path: str):
+    kind, needed = PATHS[path]
+    for name in kind.model_fields:
+        for value in LOGPROBS[path] if name == "logprobs" else SERVED[name]:
+            fields = {"model": NAME, **needed, **(BESIDE.get(name, {}) if value is not None else {}), name: value}
+            status, _, body = server.raw("POST", path, json.dumps(fields).encode())
+            assert status == 200, (name, value, body)
+
+
 def test_the_page_lists_what_is_served_and_what_is_refused():
     assert rows("Fields that are served") == set(CompletionFields.model_fields) | set(ChatFields.model_fields)
     assert rows("Fields that are refused") == set(NEUTRAL)
+    assert rows("Fields of a message") == set(Message.model_fields) | set(NEUTRAL_IN_MESSAGES)

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
-pytest.importorskip("tenacity", reason="needs lm_eval's extra api")
+pytest.importorskip("tenacity", reason="needs tenacity, of the extra test")
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI

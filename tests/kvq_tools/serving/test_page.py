@@ -95,7 +95,7 @@ def test_the_page_talks_with_the_model_and_watches_the_server(server: Running, c
     continued = client.completions.create(prompt="It is a truth", **asked).choices[0].text
     turns += [("turn user", "It is a truth"), ("turn assistant", continued)]
     assert [(role, text) for role, text, *_ in found["log"]] == turns
-    assert found["log"][1][2].startswith("length, first text after ")
+    assert found["log"][1][2].startswith("token limit reached, first text after ")
     told = found["told"]
     assert (told["model"], told["cache"], told["state"]) == (NAME, "kivi:recent=16", "")
     assert (told["capacity"], told["waiting"]) == (str(SLOTS * CAPACITY), f"0 of {QUEUE}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
+import socket
 import threading
 import time
 
@@ -11,7 +13,7 @@ import openai
 import pytest
 
 from kvq_tools.serving.fields import NEUTRAL
-from tests.kvq_tools.serving.running import BODY, CAPACITY, CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running
+from tests.kvq_tools.serving.running import BODY, CAPACITY, CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, serving
 
 ASKING = {  # a value of each refused field that asks for something
     "audio": {"voice": "alloy", "format": "wav"},
@@ -77,6 +79,8 @@ def test_values_that_ask_for_nothing_are_accepted(server: Running):
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+        ("chat/completions", {"messages": [CHAT[0] | {"name": "me"}]}, "messages[0].name", "does not support 'me'"),
+        ("chat/completions", {"messages": [*CHAT, CHAT[0] | {"colour": 1}]}, "messages[2].colour", "Unrecognized request argument"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "'logprobs' is true"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x " * 4 * CAPACITY}]}, None, "maximum context length"),
     ],
@@ -135,6 +139,27 @@ def test_a_body_without_a_length_is_cut_at_the_limit(server: Running):
         pass  # the server had answered, and left, while we still sent
     finally:
         connection.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server.service, "limits", dataclasses.replace(server.service.limits, body_seconds=0.1))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b'{"model": ')
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_engine_that_fails_is_told_to_who_waits_and_to_who_comes(server: Running, monkeypatch: pytest.MonkeyPatch):
+    engine = server.engine()
+    monkeypatch.setattr(engine, "advance", lambda: [][0])
+    with serving(engine, server.tokenizer) as broken:
+        asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 4}
+        status, body = broken.post("/v1/completions", asked)
+        assert (status, body["error"]["message"]) == (500, "The server had an error: the engine failed: IndexError.")
+        status, body = broken.post("/v1/completions", asked)
+        assert (status, body["error"]["code"]) == (503, "service_unavailable")
+        assert broken.raw("GET", "/health")[0] == 503
+    assert server.raw("GET", "/health")[0] == 200
 
 
 def test_unknown_paths(server: Running):

@@ -6,6 +6,8 @@ import http.client
 import json
 import pathlib
 import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -15,7 +17,7 @@ import pytest
 from kvq_models.inference.engine.engine import Engine
 from kvq_models.inference.engine.requests import Event, Request, Token
 from kvq_models.inference.sampling import Sampling
-from tests.kvq_tools.serving.running import CAPACITY, CHAT, NAME, PROMPT, QUEUE, SLOTS, Running, running
+from tests.kvq_tools.serving.running import CAPACITY, CHAT, KEY, NAME, PROMPT, QUEUE, SLOTS, Running, running
 
 
 def alone(server: Running, text: str, new: int, special: bool = True, **asked) -> list[int]:
@@ -71,6 +73,23 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI):
     assert usage == whole.usage
     assert texts[0] != texts[1], "choices of one seed are the same"
     assert chunks > 20, "the answer came at once"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_gets_the_whole_answer_and_the_stream(server: Running, client: openai.OpenAI):
+    fields = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    expected = client.completions.create(**fields).choices[0].text
+
+    def curl(asked: dict) -> str:
+        headers = ["--header", f"authorization: Bearer {KEY}", "--header", "content-type: application/json"]
+        command = ["curl", "--silent", "--show-error", "--fail", "--no-buffer", *headers, "--data", json.dumps(asked)]
+        return subprocess.run([*command, f"{server.url}/v1/completions"], capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert json.loads(curl(fields))["choices"][0]["text"] == expected
+    *events, last = [line.removeprefix("data: ") for line in curl(fields | {"stream": True}).splitlines() if line]
+    assert last == "[DONE]"
+    assert len(events) > 1
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == expected
 
 
 def test_a_seed_repeats_an_answer_and_its_absence_does_not(client: openai.OpenAI):
@@ -161,6 +180,15 @@ def test_a_chat_goes_through_the_template(server: Running, client: openai.OpenAI
     again = client.chat.completions.create(model=NAME, messages=parts, max_completion_tokens=12, temperature=0)
     assert again.choices[0].message.content == expected
     assert again.usage == found.usage
+
+
+def test_a_conversation_goes_on_with_the_message_that_was_answered(client: openai.OpenAI):
+    asked = dict(model=NAME, max_tokens=6, temperature=0)
+    answer = client.chat.completions.create(messages=CHAT, **asked).choices[0].message
+    then = {"role": "user", "content": "And another."}
+    found = client.chat.completions.create(messages=[*CHAT, answer, then], **asked)  # sends a refusal: null
+    plain = {"role": "assistant", "content": answer.content}
+    assert found.choices[0].message == client.chat.completions.create(messages=[*CHAT, plain, then], **asked).choices[0].message
 
 
 def test_a_streamed_chat_with_log_probabilities(client: openai.OpenAI):

@@ -27,13 +27,19 @@ def block_of(case: QuantizeCase) -> int:
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))
 def append(
-    case: QuantizeCase, body: Packed, ring: jax.Array, first: jax.Array, leaving: jax.Array, divisor: jax.Array | None, launch: Launch
+    case: QuantizeCase,
+    body: Packed,
+    ring: jax.Array,
+    first: jax.Array,
+    leaving: jax.Array,
+    divisor: jax.Array | None,
+    launch: Launch,
+    place: jax.Array | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
     blocks = Blocks(body, reader_of(case.format), case.scheme, case.format.bits, divisor)
-    [side] = append_token(
-        [Side(row, ring[:, :, :0], ring, blocks)], Places(first, none, first, leaving > 0), block=block_of(case), launch=launch
-    )
+    places = Places(first, none, first, first if place is None else place, leaving > 0)
+    [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block_of(case), launch=launch)
     assert isinstance(side.blocks, Blocks)
     return side.blocks.body
 
@@ -53,9 +59,17 @@ def arrays_of(case: QuantizeCase, packed: Packed) -> dict[str, np.ndarray]:
 
 
 def wrong_in(
-    case: QuantizeCase, ring: jax.Array, before: Packed, after: Packed, first: np.ndarray, leaving: np.ndarray, launch: Launch
+    case: QuantizeCase,
+    ring: jax.Array,
+    before: Packed,
+    after: Packed,
+    first: np.ndarray,
+    leaving: np.ndarray,
+    launch: Launch,
+    place: np.ndarray | None = None,
 ) -> list[str]:
-    """Name every row and array that is not what it should be."""
+    """Name every row and array that is not what it should be. first, place: as `Places` has them; one is the other by default."""
+    place = first if place is None else place
     block, slots = block_of(case), ring.shape[2]
     at = first % slots
     rows = jnp.stack([ring[b, :, at[b] : at[b] + block] for b in range(len(ring))])
@@ -66,7 +80,7 @@ def wrong_in(
         for b in range(len(ring)):
             expected, per = old[name][b].copy(), new[name].shape[2] / block
             if leaving[b]:
-                start = int(first[b] * per)
+                start = int(place[b] * per)
                 expected[:, start : start + new[name].shape[2]] = new[name][b]
             if not np.array_equal(array[b], expected):
                 wrong.append(f"{name} of row {b}")
@@ -96,6 +110,15 @@ def test_a_block_is_written_in_its_place_and_nothing_else(case):
     )
 
 
+def test_a_shard_writes_a_block_where_it_holds_it():
+    case = CASES[2]
+    body, ring, place = inputs_of(case)
+    first = place[[1, 2, 0]] + BODY
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED, place)
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, place)), wrong
+    assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), "the tokens at its place in the ring would pass"
+
+
 def test_a_ring_that_would_wrap_within_a_block_is_refused():
     case = CASES[2]
     body, ring, first = inputs_of(case)
@@ -119,7 +142,7 @@ def check_windows(launch: Launch) -> None:
             ring[b, :, slot] = row[b, :, 0]
     zeros = jnp.zeros(len(NEW), jnp.int32)
     given = [Side(*map(jnp.asarray, side), None) for side in sides]
-    found = append_token(given, Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros > 0), block=32, launch=launch)
+    found = append_token(given, Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros, zeros > 0), block=32, launch=launch)
     for after, before, (sink, ring) in zip(found, sides, wanted, strict=True):
         np.testing.assert_array_equal(after.sink, sink)
         np.testing.assert_array_equal(after.ring, ring)
@@ -162,8 +185,8 @@ def test_every_case_runs_on_a_gpu(case, arithmetic):
 def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
     rng = np.random.default_rng(3)
     body, ring, row = (jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1))
-    first, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])
-    places = Places(first, jnp.asarray([True, False, True]), first, leaving)
+    place, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])  # of a shard, which has other numbers than the whole
+    places = Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving)
     [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=1, launch=INTERPRETED)
     expected = np.asarray(body).copy()
     for b, at in ((0, 0), (2, 39)):

@@ -145,6 +145,33 @@ def test_the_products_by_themselves_equal_the_reference(case):
     check_products(case, INTERPRETED)
 
 
+@pytest.mark.parametrize(("block", "tile"), [(32, 64), (64, 32), (64, 128), (96, 32)])
+def test_keys_of_a_shard_stand_where_its_blocks_do(block, tile):
+    """Shard 1 of 3, in tiles that are a part of a block or whole blocks; outliers too, with pools that all these tiles hold."""
+    shard, shards, capacity, tuning = 1, 3, 384, Tuning(tile=tile, cores=2 * HEADS, resident=1)
+    case = next(case for case in CASES if case.k.pre_rope and case.k.slots and case.head_dim == 64)
+    keys, q = stored(case.k, case.head_dim, 1, HEADS, capacity, 0), case.q[:1]
+    reader = dataclasses.replace(keys.reader, block=block, shards=shards)
+    scores = jax.jit(lambda q, a: matvec.scores(q, reader, a, capacity=capacity, tuning=tuning, launch=INTERPRETED))
+    found = scores(q, [*keys.arrays, np.int32(shard)])
+    held = np.arange(capacity)
+    tokens = (held // block * shards + shard) * block + held % block
+
+    def error(tokens: np.ndarray) -> float:
+        return row_errors(found, np.einsum("bkgh,bksh->bkgs", q, keys.rows(tokens=tokens))).max()
+
+    assert error(tokens) < TOLERANCE
+    assert error(tokens + block) > 5 * TOLERANCE, "the blocks of another shard would pass"
+    assert error(held + tokens[0]) > 5 * TOLERANCE, "neighbouring blocks would pass"
+
+
+def test_a_tile_never_begins_and_ends_in_different_parts_of_blocks():
+    reader = next(sides_of(case, SHORT)[0].reader for case in CASES if case.k.pre_rope)
+    longest = [dataclasses.replace(reader, block=block, shards=2).longest_tile for block in (32, 64, 96, 128, 160, 192, 512)]
+    assert longest == [128, 128, 32, 128, 32, 64, 128]
+    assert dataclasses.replace(reader, block=96).longest_tile == 128, "of one shard, blocks are neighbours"
+
+
 def test_outliers_of_padding_are_not_read():
     q = jnp.ones((2, 2, 1, 64), jnp.float32)
     index = np.broadcast_to(64 * np.arange(128, dtype=np.uint16), (2, 2, 128))  # one of each token

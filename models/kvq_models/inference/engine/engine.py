@@ -40,7 +40,7 @@ from kvq_models.inference.row_sampling import Drawn, row_rules
 from kvq_models.inference.sampling import Sampling
 from kvq_models.llama.model import Llama
 
-WIDTHS = (64, 256)  # of prefill programs: the last is the longest chunk that others wait for
+WIDTHS = (64, 128, 256)  # of prefill programs: the last is the longest chunk that others wait for
 QUEUE_LIMIT = 64
 
 _VACANT = (Sampling(), 0, 0, 0, False)

@@ -1,0 +1,118 @@
+"""`kvq quantize-weights`: an ordinary checkpoint whose weights have few different values."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from kvq_models.calibration.weights import BITS, WeightCount, check_request, quantize_weights
+from kvq_models.llama import checkpoint
+from kvq_tools.cli import inputs
+from kvq_tools.cli.console import bar, format_bytes, input_errors, print_json, progress
+from kvq_tools.cli.tables import print_line
+
+SAMPLES, LENGTH = 16, 512
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+
+DESCRIPTION = """\
+Rounds the weights of a model's projections to 2^bits values for each output channel, chosen where the loss depends on them
+most (weighted k-means; the weights are squared gradients on a text), and writes an ordinary Hugging Face checkpoint.
+
+The checkpoint is dequantized: it has the size, the dtype and the speed of MODEL. It shows what quantized weights do to
+the predictions, alone and together with a quantized cache: run every command of kvq on DIR. The embedding, the head, norms and
+biases stay as they are.
+
+--sparse 0.0045 leaves 0.45 % of each matrix as it is: the most sensitive weights and the largest ones. Without --text the
+gradients come from the short passage that ships with kvq: give a text like those that the model will read. Calibrations of
+MODEL do not serve DIR."""
+
+EPILOG = """\
+examples:
+  kvq quantize-weights smollm2 --bits 4 --text wiki.txt --out w4
+  kvq quantize-weights smollm2 --bits 3 --sparse 0.0045 --text wiki.txt --out w3s
+  kvq eval w3s --text notes.txt --cache dense --cache kivi:bits=4"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    inputs.add_model(parser)
+    parser.add_argument("--bits", type=int, choices=BITS, required=True, help="bits of a weight")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the directory to write; it must be new or empty")
+    parser.add_argument("--sparse", metavar="F", type=float, default=0.0, help="fraction of the weights that stay (default: 0)")
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text for the gradients (default: a short passage)")
+    parser.add_argument("--samples", metavar="N", type=inputs.positive, default=SAMPLES, help="random samples of it (default: %(default)s)")
+    parser.add_argument(
+        "--length",
+        metavar="W",
+        type=inputs.positive,
+        help=f"tokens of a sample (default: {LENGTH}, or the model's positions if those are less)",
+    )
+    parser.add_argument("--seed", type=inputs.seed, default=0, help="of the samples: the same seed gives the same weights (default: 0)")
+
+
+def run(options: argparse.Namespace) -> None:
+    config = inputs.read_config(options.model)
+    inputs.output_directory(options.out, empty=True)
+    text = inputs.read_text(options.text) if options.text else (importlib.resources.files("kvq_tools.cli") / "passage.txt").read_text()
+    length = options.length or min(LENGTH, config.positions)
+    inputs.warn_beyond(length, config, "samples of ")
+    ids = inputs.encode(inputs.need_tokenizer(options.model, "read the text"), text)
+    with input_errors():
+        check_request(config, ids, options.bits, options.sparse, options.samples, length)
+    with progress(f"loading {options.model}"), input_errors():
+        source = checkpoint.open_checkpoint(options.model)
+        llama = checkpoint.load_weights(source, dtype="float32")
+    started = time.perf_counter()
+    with input_errors():
+        quantized, count = quantize_weights(
+            llama,
+            ids,
+            bits=options.bits,
+            sparse=options.sparse,
+            samples=options.samples,
+            length=length,
+            seed=options.seed,
+            progress=bar,
+        )
+    seconds = time.perf_counter() - started
+    stored = {header.dtype for header in source.tensors.values()}
+    dtype = STORED_DTYPES.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
+    with progress(f"writing {options.out}"), input_errors():
+        narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), quantized)
+        checkpoint.save_checkpoint(narrow, options.out, source.write_tokenizer)
+    result = report(options, count, dtype, length, seconds)
+    print_json("quantize-weights", result) if options.json else _print(result)
+
+
+def report(options: argparse.Namespace, count: WeightCount, dtype: str, length: int, seconds: float) -> dict[str, Any]:
+    """Return the facts about the checkpoint that was written."""
+    return {
+        "model": options.model,
+        "out": options.out,
+        "bytes": sum(file.stat().st_size for file in Path(options.out).iterdir()),
+        "dtype": dtype,
+        "bits": options.bits,
+        "sparse": options.sparse,
+        "weights": count.weights,
+        "bits_per_weight": count.bits,
+        "weighted_error": count.weighted_error,
+        "text": options.text,
+        "samples": options.samples,
+        "length": length,
+        "seed": options.seed,
+        "seconds": seconds,
+    }
+
+
+def _print(done: dict[str, Any]) -> None:
+    print_line(
+        f"[{done['out']}: {format_bytes(done['bytes'])} in {done['dtype']}, dequantized; {done['weights']} weights at the nearest of "
+        f"{2 ** done['bits']} values for each output channel, {done['bits_per_weight']:.2f} bits each if they were packed; their error is "
+        f"{done['weighted_error']:.1e} of them, weighted as in the fit; {done['seconds']:.0f} s]"
+    )
+    print_line(f"use it: kvq eval {done['out']} --text F --cache dense --cache kivi:bits=4")

@@ -1,0 +1,68 @@
+"""Where plans are kept: the calibration that `--cache auto:bits=B` finds, and the files that `--cache plan.json` takes.
+
+~/.cache/kvq/plans/NAME-HASH/waterfill.safetensors      the calibration that `kvq plan` made for a model; HASH is of the model's place
+plan.json                                               {"format": "kvq.cache-plan", "cache": SPEC, "calibration": FILE or null}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kvq_jax as kvq
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.files import whole
+from kvq_models.named_models.names import located
+from kvq_models.named_models.published import cache_folder
+
+FORMAT = "kvq.cache-plan"
+LARGEST = 1 << 20  # bytes of a plan: a spec of 4096 layers is far smaller
+
+
+class Plan(NamedTuple):
+    """A cache, and the calibration file that it needs, if it does."""
+
+    spec: CacheSpec
+    calibration: str | None
+
+
+def folder(model: str) -> Path:
+    """Return the folder of a model's plans: of its place, whatever its weights are."""
+    place = os.path.abspath(located(model)) if os.path.exists(located(model)) else str(model)
+    name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in Path(str(model)).name)[:40]
+    return cache_folder() / "plans" / f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+
+
+def calibration_file(model: str) -> Path:
+    """Return the place of the calibration that `kvq plan` keeps for a model."""
+    return folder(model) / "waterfill.safetensors"
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write a plan, whole or not at all. The calibration is named by its absolute path."""
+    calibration = None if plan.calibration is None else os.path.abspath(plan.calibration)
+    text = json.dumps({"format": FORMAT, "cache": str(plan.spec), "calibration": calibration}, indent=2)
+    whole.write(path, text + "\n")
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan. ValueError, in one line, where the file is none; OSError where it cannot be read."""
+    found = _json(Path(path))
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{str(path)!r} is no plan of kvq: `kvq plan MODEL --out {path}` writes one")
+    cache, calibration = found.get("cache"), found.get("calibration")
+    if not isinstance(cache, str) or not isinstance(calibration, str | None):
+        raise ValueError(f"{str(path)!r}: a plan has the text of a cache, and a calibration file or null")
+    return Plan(kvq.parse(cache), calibration)
+
+
+def _json(path: Path) -> Any:
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{str(path)!r} is no plan of kvq: it has more than {LARGEST} bytes")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is no plan of kvq: {str(error).splitlines()[0]}") from error

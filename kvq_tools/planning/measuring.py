@@ -1,0 +1,231 @@
+"""`kvq plan --text`: measure what sides of layers cost, share the budget out, and check the best caches.
+
+    1. calibrate waterfill on the first half of the text
+    2. for every layer and side, and MEASURED bits: KL with that side alone read through the cache, on windows of the second half
+    3. widths for a budget from these (allocation.py)
+    4. this cache, waterfill with equal shares, and the largest of each other method that fit are read through the real cache
+
+Every number goes to a journal as soon as it is there; the same request goes on from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+import kvq_jax as kvq
+from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.codecs.base import Side
+from kvq_jax.methods.base import per_layer
+from kvq_jax.methods.waterfill import Waterfill
+from kvq_jax.methods.waterfill.allocation import MOST, layer_widths, written
+from kvq_models.calibration import fit
+from kvq_models.calibration.file import Calibration, load_calibration, resolved, save_calibration
+from kvq_models.calibration.progress import Progress
+from kvq_models.calibration.samples import sha256
+from kvq_models.calibration.store import Store
+from kvq_models.inference.method_parameters import prepare
+from kvq_models.llama.config import LlamaConfig
+from kvq_models.llama.model import Llama
+from kvq_tools.evaluation.journal import Journal
+from kvq_tools.evaluation.run import measure_rows
+from kvq_tools.evaluation.through import STEP
+from kvq_tools.planning.allocation import SIDES, Costs, Widths, costs_of, shared_out
+from kvq_tools.planning.sensitivity import Sensitivity, one_side
+
+METHOD = "waterfill"
+MEASURED = (1.5, 2.5, 4.0)  # stored bits of a side, at which every one is measured
+MEASURED_PROFILES = 2
+LEAST = 1e-12  # nats: no cost is 0, so that logarithms exist
+SCORED = 4 * STEP  # tokens of a window after the prompt
+WINDOW, WINDOWS = 512 + SCORED, 2
+SAMPLES, LENGTH = 2, 1024  # of the calibration
+RIVALS = tuple(  # the other methods: those that need no calibration
+    f"{name}:bits={bits}"
+    for name, choices in {"turboquant": (1, 2, 3, 4), "kivi": (2, 3, 4), "xquant": (2, 3, 4), "innerq": (1, 2)}.items()
+    for bits in choices
+)
+CHECKED_RIVALS = 3
+FACTOR = 2.0  # within which a prediction must be to be more than a rank
+
+
+class Request(NamedTuple):
+    """What is measured on: token ids of the text, windows of `window` tokens, and samples of a calibration."""
+
+    ids: Int[np.ndarray, " n"]
+    window: int
+    windows: int
+    samples: int
+    length: int
+
+    @property
+    def halves(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens to calibrate on and those to measure on."""
+        middle = len(self.ids) // 2
+        return self.ids[:middle], self.ids[middle:]
+
+    @property
+    def rows(self) -> Int[np.ndarray, "B T"]:
+        own = self.halves[1]
+        starts = np.linspace(0, len(own) - self.window, self.windows).astype(int)
+        return np.stack([own[start : start + self.window] for start in starts]).astype(np.int32)
+
+    @property
+    def prompt(self) -> int:
+        return self.window - SCORED
+
+    def check(self, config: LlamaConfig) -> None:
+        """Raise ValueError, in one line, where this cannot be measured."""
+        plan = kvq.layout(METHOD, config, 1, self.window).plans[0].regions
+        least = plan.sink + plan.recent + plan.block
+        if self.prompt < least:
+            raise ValueError(f"windows of {self.window} tokens leave nothing to quantize: give at least {least + SCORED}")
+        needed = max(2 * self.window, 2 * (self.length + 1))
+        if len(self.ids) < needed:
+            raise ValueError(f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}")
+
+
+class MeasuredSide(NamedTuple):
+    """One side of one layer, and the widths with which it is read."""
+
+    layer: int
+    side: Side
+    widths: Widths
+
+    @property
+    def key(self) -> str:
+        return f"layer {self.layer} {self.side} {written(self.widths)}"
+
+    def bits(self, config: LlamaConfig) -> float:
+        return sum(self.widths) / len(self.widths) + 8 / config.head_dim
+
+
+class Checked(NamedTuple):
+    """A cache that was read as a whole: its KL in nats per token, and what the sides' sum predicts (None for other methods)."""
+
+    spec: CacheSpec
+    kl: float
+    predicted: float | None
+
+
+class Planner:
+    """The measurements of one model on one text, and the caches that follow from them."""
+
+    def __init__(self, llama: Llama, request: Request, work: Path, calibration: str | None, text: str, progress: Progress[Any]):
+        request.check(llama.config)
+        self.llama, self.request, self.work, self.progress = llama, request, work, progress
+        self.file = calibration or str(work / "waterfill.safetensors")
+        self.calibration = self._calibrated(calibration is not None, text)
+        self.prepared = prepare(llama, METHOD, self.calibration)
+        identity = {
+            "model": self.calibration.model_fingerprint,
+            "text": sha256(request.ids),
+            "calibration": hashlib.sha256(Path(self.file).read_bytes()).hexdigest(),
+            "window": request.window,
+            "windows": request.windows,
+        }
+        name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
+        self.journal = Journal(work / f"measured-{name}.jsonl", identity)
+        self.sides: list[dict[str, Any]] = []
+        self._sensitivity: Sensitivity | None = None
+
+    def _calibrated(self, given: bool, text: str) -> Calibration:
+        """Return the calibration of a file; where none was given, the one that an earlier plan on this text kept, or a new one."""
+        ids, sizes = self.request.halves[0], {"samples": self.request.samples, "length": self.request.length}
+        if Path(self.file).is_file():
+            kept = load_calibration(self.file, self.llama, METHOD)
+            if given or (kept.origin.tokens_sha256 == sha256(ids) and (kept.origin.samples, kept.origin.length) == tuple(sizes.values())):
+                return kept
+        samples = self.work / f"samples-{sha256(ids)[:12]}"
+        made = fit.calibrate(self.llama, ids, METHOD, work=samples, text=text, progress=self.progress, **sizes)
+        save_calibration(made, self.file)
+        Store.delete(samples)
+        return made
+
+    def costs(self) -> Costs:
+        """Measure every side of every layer at MEASURED bits, those that no earlier call measured."""
+        expected, ratios = costs_of(self.calibration, {}), dict[tuple[int, Side], dict[int, float]]()
+        work = list(self._sides(expected))
+        missing = [one for one in work if one.key not in self.journal.rows]
+        for one in self.progress(missing, "measuring sides of layers"):
+            spec = spec_of([(one.widths, one.widths)] * self.llama.config.num_hidden_layers)
+            if self._sensitivity is None:
+                self._sensitivity = Sensitivity(self.llama, self.request.rows, self.request.prompt)
+            kl = self._sensitivity.kl(self.prepared, one_side(spec, one.side, kvq.parse(METHOD)), one.layer)
+            if not math.isfinite(kl):
+                raise ValueError(f"layer {one.layer}, {one.side}: the model's predictions through the cache are not finite")
+            self.journal.add(one.key, {"layer": one.layer, "side": one.side, "bits": one.bits(self.llama.config), "kl": kl})
+        for one in work:
+            kl = max(self.journal.rows[one.key]["kl"], LEAST)
+            ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(expected.expected(*one), LEAST)
+        self.sides = [self.journal.rows[one.key] for one in work]
+        return costs_of(self.calibration, ratios)
+
+    def _sides(self, costs: Costs) -> Iterator[MeasuredSide]:
+        """Yield what is measured. Of each side and number of bits, layers have at most MEASURED_PROFILES different widths: programs are
+        compiled for each, and the ratio to what is expected of the same widths is what counts."""
+        config = self.llama.config
+        counts = sorted({min(max(1, round((bits - 8 / config.head_dim) * costs.chunks)), MOST * costs.chunks) for bits in MEASURED})
+        for (index, side), count in itertools.product(enumerate(SIDES), counts):
+            shared = layer_widths([[own[index]] for own in costs.energies], [count], MEASURED_PROFILES)
+            for layer, (widths,) in enumerate(shared):
+                yield MeasuredSide(layer, side, widths)
+
+    def planned(self, costs: Costs, bits: float) -> tuple[CacheSpec, float]:
+        """Return waterfill with widths for so many stored bits, and the KL that the costs predict."""
+        config = self.llama.config
+        sides = 2 * config.num_hidden_layers
+        budget = math.floor(sides * (bits - 8 / config.head_dim) * costs.chunks + 1e-6)
+        if budget < sides:
+            least = 1 / costs.chunks + 8 / config.head_dim
+            raise ValueError(f"{bits:g} bits cannot be stored with heads of {config.head_dim} channels: {least:g} is the least")
+        widths = shared_out(costs, budget)
+        return spec_of(widths), costs.total(widths)
+
+    def check(self, costs: Costs, bits: float) -> list[Checked]:
+        """Read the best caches of so many bits as a whole, the best first."""
+        equal = resolved(f"{METHOD}:bits={bits:g}", self.calibration)
+        ours = {planned[0]: planned[1] for planned in ((equal, self.predicted(costs, equal)), self.planned(costs, bits))}
+        specs = [*ours, *map(kvq.parse, rivals(self.llama.config, bits))]
+        missing = [spec for spec in specs if f"cache {spec}" not in self.journal.rows]
+        for spec in self.progress(missing, "checking caches"):
+            llama = self.prepared if spec in ours else prepare(self.llama, spec)
+            (found,) = measure_rows([(llama, spec)], jnp.asarray(self.request.rows), prompt=self.request.prompt)
+            self.journal.add(f"cache {spec}", {"kl": float(found.kl.mean())})
+        checked = [Checked(spec, self.journal.rows[f"cache {spec}"]["kl"], ours.get(spec)) for spec in specs]
+        return sorted(checked, key=lambda one: one.kl)
+
+    def predicted(self, costs: Costs, spec: CacheSpec) -> float:
+        method, dims = spec.k, self.calibration.dims
+        assert isinstance(method, Waterfill), "only waterfill's widths have predictions"
+        return costs.total([[method.widths(side, layer, dims) for side in SIDES] for layer in range(dims.num_hidden_layers)])
+
+
+def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
+    """Return the spec of waterfill with these widths (keys, values) of each layer."""
+    keys, values = (per_layer([written(both[side]) for both in widths]) for side in (0, 1))
+    spec = kvq.parse(METHOD)
+    method = Waterfill(k_widths=keys, v_widths=values)
+    return CacheSpec(method, method, spec.sink, spec.recent, spec.block)
+
+
+def rivals(config: LlamaConfig, bits: float) -> list[str]:
+    """Return the largest cache of each other method that stores no more bits, the larger ones first."""
+    fitting: dict[str, tuple[float, str]] = {}
+    for spec in RIVALS:
+        try:
+            stored = kvq.body_bits_per_element(spec, config)
+        except ValueError:
+            continue  # it does not fit this model
+        if stored <= bits + 1e-6:
+            fitting[spec.partition(":")[0]] = max((stored, spec), fitting.get(spec.partition(":")[0], (0.0, "")))
+    return [spec for _, spec in sorted(fitting.values(), reverse=True)[:CHECKED_RIVALS]]

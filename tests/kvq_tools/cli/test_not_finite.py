@@ -1,0 +1,46 @@
+"""A model that computes what is not finite says so at every command: in one line, and with an exit status of its own."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+
+from kvq_models import load_llama, save_llama
+from tests.kvq_models.checkpoints import PROMPT
+
+CACHE = "kivi:bits=4,group_size=8,recent=0"
+TEXT = ("--text", "{text}", "--window", "16", "--limit", "16", "--mode", "fake")
+COMMANDS = {
+    "generate": ("generate", "{model}", "--prompt", PROMPT, "--cache", CACHE, "--max-new-tokens", "2"),
+    "eval": ("eval", "{model}", "--cache", CACHE, *TEXT),
+    "report": ("report", "{model}", "--cache", CACHE, *TEXT, "--contexts", "none", "--sample", "8", "--out", "{out}"),
+}
+
+
+@pytest.fixture(scope="module")
+def overflowing(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Return the directory of a model whose weights are finite, and whose logits are not."""
+    directory = tmp_path_factory.mktemp("overflowing")
+    llama, tokenizer = load_llama(model, dtype="float32")
+    for projection in (llama.layers[0].v_proj, llama.layers[0].o_proj):
+        projection.kernel[...] = projection.kernel[...] * jnp.float32(1e25)
+    save_llama(llama, directory, tokenizer)
+    return directory
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_ends_with_a_status_of_its_own(command: str, model, overflowing, tmp_path, run):
+    (tmp_path / "text.txt").write_text(PROMPT)
+
+    def ended(directory: pathlib.Path) -> tuple[int, str]:
+        names = {"model": directory, "text": tmp_path / "text.txt", "out": tmp_path / "out"}
+        code, _, err = run(*[part.format(**names) for part in COMMANDS[command]])
+        return code, err
+
+    code, err = ended(overflowing)
+    assert code == 3, err
+    errors = [line for line in err.splitlines() if line.startswith("kvq: error: ")]
+    assert errors == [f"kvq: error: the model computed numbers that are not finite (nan or inf) with {CACHE}"], err
+    assert ended(model)[0] == 0, "control: the same model before"

