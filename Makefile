@@ -12,7 +12,7 @@ EXTRAS ?= $(shell $(PYTHON) -c 'import sys; print("test,parity,eval" if sys.vers
 # what an installation is made of: pyproject.toml, and the C++ that it compiles
 BUILD = pyproject.toml setup.py $(wildcard cpu_kernels/csrc/*)
 
-.PHONY: demo test aot lint bench clean
+.PHONY: demo test aot lint bench wheel clean
 
 demo: $(VENV)/.kvq
 	$(VENV)/bin/kvq demo
@@ -34,8 +34,16 @@ bench: $(VENV)/.kvq-test
 	$(RUN) -m benchmarks.cpu.decode_step --json benchmarks/results/decode_step_cpu.json
 	$(RUN) -m benchmarks.results_page
 
+# what a release publishes for this platform and Python; an error where the CPU kernels were not compiled into it
+wheel:
+	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	@for wheel in dist/kvq_jax-*.whl; do \
+		$(PYTHON) -m zipfile -l $$wheel | grep -q cpu_kernels/native \
+			|| { echo "$$wheel has no CPU kernels: a C++ compiler is needed, see the warnings above"; exit 1; }; \
+	done
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

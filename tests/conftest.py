@@ -44,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run slow tests over all their cases, not over one of each kind")
 
 
+def pytest_report_header() -> str:
+    from kvq_jax.attention import dispatch  # not before the hook that checks types
+
+    return f"kernels here: {dispatch.kernels_here()}"
+
+
 def place(item: pytest.Item) -> tuple[int, int]:
     """Return where a test runs: those of layers and caches over the table of methods first, row by row, as the tests of a row in all files
     run the same compiled functions; then the longest files; the others keep their order."""

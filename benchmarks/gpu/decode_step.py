@@ -240,7 +240,7 @@ def run(
         progress(f"{time.monotonic() - start:5.0f} s  {row.shape.tokens} x {row.shape.batch}: {summary(report, report.rows[-1])}")
         if is_fatal(row.failure):
             raise SystemExit(f"the GPU failed: {row.failure}")
-    report.skipped += [place_of(row) for row in left.values()]
+    report.skipped.extend(place_of(row) for row in left.values())
     report.write(path)
 
 

@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     launches = [Launch(interpret=True)] if args.interpret else [Launch(arithmetic) for arithmetic in args.arithmetic]
-    timing = SHORT if args.quick or args.tiny or args.interpret else Timing()
+    timing = SHORT if args.quick or args.tiny or args.interpret or args.plan == "parity" else Timing()
     try:
         run(cases, report, args.json, timing, launches=launches, specs=args.cache, seconds=args.seconds, threads=args.threads)
     except FatalError as error:

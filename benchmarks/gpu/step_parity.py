@@ -22,7 +22,7 @@ from jaxtyping import Array
 import kvq_jax as kvq
 from benchmarks.cpu.timing import Shape
 from benchmarks.gpu.compiling import THREADS, as_compiled, leave
-from benchmarks.gpu.decode_step import implementation_of, random_llama
+from benchmarks.gpu.decode_step import implementation_of, random_cache, random_llama
 from benchmarks.gpu.kernels import progress, said_wrong
 from benchmarks.gpu.report import GpuReport, KernelRow, one_line
 from benchmarks.report_file import arguments
@@ -77,11 +77,9 @@ def histories(steps: int, capacity: int) -> tuple[np.ndarray, np.ndarray, np.nda
     return starts, tokens, active
 
 
-def prompted(llama: Any, spec: str, starts: np.ndarray, capacity: int) -> kvq.Cache:
-    """Return the cache after prompts of these lengths, by XLA."""
-    cache = kvq.init_cache(spec, llama.config, len(starts), capacity, "bfloat16")
-    prompts = np.random.default_rng(1).integers(0, 256, (len(starts), int(starts.max())), np.int32)
-    return decoding.prefill(llama, cache, prompts, starts)[1]
+def filled(spec: str, config: LlamaConfig, starts: np.ndarray, capacity: int) -> kvq.Cache:
+    """Return a cache of random contents whose rows have these lengths: a prompt would take longer to compile than the steps."""
+    return dataclasses.replace(random_cache(spec, config, len(starts), 0, capacity), lengths=jnp.asarray(starts))
 
 
 def compared(found: Run, wanted: Run) -> tuple[float, str]:
@@ -107,21 +105,21 @@ def run(
     starts, tokens, active = histories(steps, capacity)
     llama = random_llama(config(head_dim))
     shape = Shape(len(starts), capacity, head_dim, 2, 4)
-    prompts = {spec: prompted(llama, spec, starts, capacity) for spec in specs}
+    caches = {spec: filled(spec, llama.config, starts, capacity) for spec in specs}
     programs = [(spec, name) for spec in specs for name in ("xla", *names)]
 
     def compiled(program: tuple[str, str]) -> Any:
         spec, name = program
         function = functools.partial(steps_program, implementation=implementation_of(name))
         try:
-            return jax.jit(function).lower(llama, prompts[spec], jnp.asarray(tokens), jnp.asarray(active)).compile()
+            return jax.jit(function).lower(llama, caches[spec], jnp.asarray(tokens), jnp.asarray(active)).compile()
         except Exception as error:
             return one_line(error)
 
     runs: dict[tuple[str, str], Run | str] = {}
     progress(f"{len(programs)} programs of {steps} steps, head dim {head_dim}, {threads} compiled at a time")
     for (spec, name), program in as_compiled(compiled, programs, threads, until):
-        runs[spec, name] = _ran(program, llama, prompts[spec], tokens, active)
+        runs[spec, name] = _ran(program, llama, caches[spec], tokens, active)
         for other in names:
             if {(spec, other), (spec, "xla")} <= runs.keys() and not any(row.case[3:] == (spec, other) for row in report.rows):
                 report.rows.append(_row(shape, spec, other, runs[spec, other], runs[spec, "xla"]))
@@ -129,7 +127,7 @@ def run(
                 row = report.rows[-1]
                 progress(f"    {row.name:50s} {'' if row.error is None else f'{row.error:.1e}'} {row.wrong}")
     compared_rows = {row.case[3:] for row in report.rows}
-    report.skipped += [f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows]
+    report.skipped.extend(f"{spec} ({name})" for spec in specs for name in names if (spec, name) not in compared_rows)
     report.write(path)
 
 

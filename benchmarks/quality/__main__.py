@@ -23,6 +23,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", choices=tuple(SUITES), help="the comparisons")
     add_arguments(parser)
     parser.add_argument("--stressed", action="store_true", help="measure the variants with outliers as well")
+    parser.add_argument("--no-fake", action="store_true", help="leave out what papers simulate in one pass")
     parser.add_argument("--only", metavar="WORDS", help="only tables whose title holds these words")
     return parser
 

@@ -151,7 +151,7 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
     if options.other_calibration_text is None and any(entry.other_text for c in chosen for entry in c.entries):
         raise ValueError("a table of this suite compares calibration texts: give --other-calibration-text")
     bench = Bench(options)
-    places = [place for comparison in chosen for place in _places(comparison, options.stressed)]
+    places = [place for comparison in chosen for place in _places(comparison, options.stressed, not options.no_fake)]
     bench.measure(w for _, _, w in places)
     rows = []
     for comparison, entry, w in places:
@@ -177,10 +177,10 @@ def run(suite: Suite, options: argparse.Namespace) -> None:
     bench.clean()
 
 
-def _places(comparison: Comparison, with_variants: bool) -> Iterator[tuple[Comparison, Entry, Wanted]]:
+def _places(comparison: Comparison, with_variants: bool, with_fakes: bool) -> Iterator[tuple[Comparison, Entry, Wanted]]:
     """Yield what has to be measured for each entry of a table."""
     for variant in VARIANTS if comparison.stressed and with_variants else (PLAIN,):
-        for entry, fake in itertools.product(comparison.entries, (False, True) if comparison.fake else (False,)):
+        for entry, fake in itertools.product(comparison.entries, (False, True) if comparison.fake and with_fakes else (False,)):
             yield comparison, entry, Wanted(str(kvq.parse(entry.cache)), entry.other_text, variant, fake)
 
 
@@ -228,4 +228,5 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 def _command(options: argparse.Namespace) -> list[str]:
     only = [] if options.only is None else [f"--only '{options.only}'"]
-    return ["benchmarks.quality", options.suite, *words_of(options), *(["--stressed"] if options.stressed else []), *only]
+    chosen = [f"--{name.replace('_', '-')}" for name in ("stressed", "no_fake") if getattr(options, name)]
+    return ["benchmarks.quality", options.suite, *words_of(options), *chosen, *only]

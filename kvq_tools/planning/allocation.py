@@ -27,7 +27,6 @@ from kvq_models.calibration.file import Calibration
 PROFILES = 6
 SIDES: tuple[Side, Side] = ("k", "v")
 HALVINGS = 60
-LEAST = 1e-12  # nats: no cost is 0, so that logarithms exist
 
 Widths = tuple[int, ...]
 
@@ -35,10 +34,10 @@ Widths = tuple[int, ...]
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """What sides cost in nats per token. energies [L, 2, chunks]: of the calibration, so that expected divergence is their weighted error;
-    measured: for each (layer, side), {n: KL}, which may be empty."""
+    ratios: for each (layer, side) measured over expected divergence by n; without any, it is 1."""
 
     energies: Float[np.ndarray, "L 2 chunks"]
-    measured: Mapping[tuple[int, Side], Mapping[int, float]]
+    ratios: Mapping[tuple[int, Side], Mapping[int, float]]
 
     @property
     def chunks(self) -> int:
@@ -57,26 +56,23 @@ class Costs:
         return self.expected(layer, side, widths) * self.ratio(layer, side, sum(widths))
 
     def ratio(self, layer: int, side: Side, n: int) -> float:
-        known = sorted(self.measured.get((layer, side), {}).items())
-        if not known:
-            return 1.0
-        ratios = [max(kl, LEAST) / max(self.expected(layer, side, self.best(layer, side, at)), LEAST) for at, kl in known]
-        return float(np.exp(np.interp(n, [at for at, _ in known], np.log(ratios))))
+        known = sorted(self.ratios.get((layer, side), {}).items())
+        return float(np.exp(np.interp(n, [at for at, _ in known], np.log([ratio for _, ratio in known])))) if known else 1.0
 
     def total(self, widths: Sequence[Sequence[Widths]]) -> float:
         """Return the predicted KL of a whole cache: the sum over layers and sides."""
         return sum(self.cost(layer, side, own) for layer, both in enumerate(widths) for side, own in zip(SIDES, both, strict=True))
 
 
-def costs_of(calibration: Calibration, measured: Mapping[tuple[int, Side], Mapping[int, float]]) -> Costs:
-    """Return the costs of a model from waterfill's calibration, and what was measured beside it."""
+def costs_of(calibration: Calibration, ratios: Mapping[tuple[int, Side], Mapping[int, float]]) -> Costs:
+    """Return the costs of a model from waterfill's calibration, and the ratios that were measured."""
     chunks, layers = template_chunks(calibration.dims.head_dim), calibration.dims.num_hidden_layers
     energies = np.empty((layers, 2, chunks))
     for layer, (index, side) in itertools.product(range(layers), enumerate(SIDES)):
         channels = 2 if side == "k" else 1  # of an energy
         own = chunk_energies(calibration.parameters(layer, side)["energies"], chunks)
         energies[layer, index] = own * channels / 2 * calibration.origin.length**2  # from gradients of the mean to those of the sum
-    return Costs(energies, measured)
+    return Costs(energies, ratios)
 
 
 def shared_out(costs: Costs, budget: int, profiles: int = PROFILES) -> list[tuple[Widths, Widths]]:

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from jaxtyping import Int
 
 import kvq_jax as kvq
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.codecs.base import Side
 from kvq_jax.methods.base import per_layer
 from kvq_jax.methods.waterfill import Waterfill
-from kvq_jax.methods.waterfill.allocation import MOST, template_chunks, written
+from kvq_jax.methods.waterfill.allocation import MOST, layer_widths, written
 from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, load_calibration, resolved, save_calibration
 from kvq_models.calibration.progress import Progress
@@ -43,6 +44,8 @@ from kvq_tools.planning.sensitivity import Sensitivity, one_side
 
 METHOD = "waterfill"
 MEASURED = (1.5, 2.5, 4.0)  # stored bits of a side, at which every one is measured
+MEASURED_PROFILES = 2
+LEAST = 1e-12  # nats: no cost is 0, so that logarithms exist
 SCORED = 4 * STEP  # tokens of a window after the prompt
 WINDOW, WINDOWS = 512 + SCORED, 2
 SAMPLES, LENGTH = 2, 1024  # of the calibration
@@ -91,6 +94,21 @@ class Request(NamedTuple):
             raise ValueError(f"the text has {len(self.ids)} tokens, and a plan needs at least {needed}")
 
 
+class MeasuredSide(NamedTuple):
+    """One side of one layer, and the widths with which it is read."""
+
+    layer: int
+    side: Side
+    widths: Widths
+
+    @property
+    def key(self) -> str:
+        return f"layer {self.layer} {self.side} {written(self.widths)}"
+
+    def bits(self, config: LlamaConfig) -> float:
+        return sum(self.widths) / len(self.widths) + 8 / config.head_dim
+
+
 class Checked(NamedTuple):
     """A cache that was read as a whole: its KL in nats per token, and what the sides' sum predicts (None for other methods)."""
 
@@ -117,6 +135,7 @@ class Planner:
         }
         name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.journal = Journal(work / f"measured-{name}.jsonl", identity)
+        self.sides: list[dict[str, Any]] = []
         self._sensitivity: Sensitivity | None = None
 
     def _calibrated(self, given: bool, text: str) -> Calibration:
@@ -134,24 +153,32 @@ class Planner:
 
     def costs(self) -> Costs:
         """Measure every side of every layer at MEASURED bits, those that no earlier call measured."""
-        config = self.llama.config
-        chunks = template_chunks(config.head_dim)
-        counts = sorted({min(max(1, round((bits - 8 / config.head_dim) * chunks)), MOST * chunks) for bits in MEASURED})
-        found: dict[tuple[int, Any], dict[int, float]] = {}
-        expected = costs_of(self.calibration, {})
-        work = list(itertools.product(range(config.num_hidden_layers), SIDES, counts))
-        missing = [one for one in work if _key(*one) not in self.journal.rows]
-        for layer, side, count in self.progress(missing, "measuring sides of layers"):
-            spec = spec_of([(expected.best(layer, side, count),) * 2] * config.num_hidden_layers)
+        expected, ratios = costs_of(self.calibration, {}), dict[tuple[int, Side], dict[int, float]]()
+        work = list(self._sides(expected))
+        missing = [one for one in work if one.key not in self.journal.rows]
+        for one in self.progress(missing, "measuring sides of layers"):
+            spec = spec_of([(one.widths, one.widths)] * self.llama.config.num_hidden_layers)
             if self._sensitivity is None:
                 self._sensitivity = Sensitivity(self.llama, self.request.rows, self.request.prompt)
-            kl = self._sensitivity.kl(self.prepared, one_side(spec, side, kvq.parse(METHOD)), layer)
+            kl = self._sensitivity.kl(self.prepared, one_side(spec, one.side, kvq.parse(METHOD)), one.layer)
             if not math.isfinite(kl):
-                raise ValueError(f"layer {layer}, {side}: the model's predictions through the cache are not finite")
-            self.journal.add(_key(layer, side, count), {"kl": kl})
-        for layer, side, count in work:
-            found.setdefault((layer, side), {})[count] = self.journal.rows[_key(layer, side, count)]["kl"]
-        return costs_of(self.calibration, found)
+                raise ValueError(f"layer {one.layer}, {one.side}: the model's predictions through the cache are not finite")
+            self.journal.add(one.key, {"layer": one.layer, "side": one.side, "bits": one.bits(self.llama.config), "kl": kl})
+        for one in work:
+            kl = max(self.journal.rows[one.key]["kl"], LEAST)
+            ratios.setdefault((one.layer, one.side), {})[sum(one.widths)] = kl / max(expected.expected(*one), LEAST)
+        self.sides = [self.journal.rows[one.key] for one in work]
+        return costs_of(self.calibration, ratios)
+
+    def _sides(self, costs: Costs) -> Iterator[MeasuredSide]:
+        """Yield what is measured. Of each side and number of bits, layers have at most MEASURED_PROFILES different widths: programs are
+        compiled for each, and the ratio to what is expected of the same widths is what counts."""
+        config = self.llama.config
+        counts = sorted({min(max(1, round((bits - 8 / config.head_dim) * costs.chunks)), MOST * costs.chunks) for bits in MEASURED})
+        for (index, side), count in itertools.product(enumerate(SIDES), counts):
+            shared = layer_widths([[own[index]] for own in costs.energies], [count], MEASURED_PROFILES)
+            for layer, (widths,) in enumerate(shared):
+                yield MeasuredSide(layer, side, widths)
 
     def planned(self, costs: Costs, bits: float) -> tuple[CacheSpec, float]:
         """Return waterfill with widths for so many stored bits, and the KL that the costs predict."""
@@ -192,9 +219,9 @@ def spec_of(widths: Sequence[Sequence[Widths]]) -> CacheSpec:
 
 
 def rivals(config: LlamaConfig, bits: float) -> list[str]:
-    """Return the largest cache of each other method that stores no more bits, the larger ones first."""
-    fitting: dict[str, tuple[float, str]] = {}
-    for spec in RIVALS:
+    """Return the largest cache of each other method that stores no more bits, the larger ones first, with waterfill's windows."""
+    own, fitting = kvq.parse(METHOD), dict[str, tuple[float, str]]()
+    for spec in (f"{rival},sink={own.sink},recent={own.recent}" for rival in RIVALS):
         try:
             stored = kvq.body_bits_per_element(spec, config)
         except ValueError:
@@ -202,7 +229,3 @@ def rivals(config: LlamaConfig, bits: float) -> list[str]:
         if stored <= bits + 1e-6:
             fitting[spec.partition(":")[0]] = max((stored, spec), fitting.get(spec.partition(":")[0], (0.0, "")))
     return [spec for _, spec in sorted(fitting.values(), reverse=True)[:CHECKED_RIVALS]]
-
-
-def _key(layer: int, side: str, count: int) -> str:
-    return f"layer {layer} {side} {count}"

@@ -90,7 +90,9 @@ def one_side(spec: CacheSpec, side: str, windows: CacheSpec) -> CacheSpec:
 
 
 @jax.jit
-def _after_a_prompt(q: QueryBNTH, k: RowsBKTH, v: RowsBKTH, prompt_k: RowsBKTH, prompt_v: RowsBKTH) -> QueryBNTH:
+def _after_a_prompt(
+    q: QueryBNTH, k: RowsBKTH, v: RowsBKTH, prompt_k: Float[Array, "B K P H"], prompt_v: Float[Array, "B K P H"]
+) -> QueryBNTH:
     """Return exact attention of new tokens to a prompt and to each other."""
     batch, heads, new, head_dim = q.shape
     keys, values = jnp.concatenate([prompt_k, k], axis=2), jnp.concatenate([prompt_v, v], axis=2)

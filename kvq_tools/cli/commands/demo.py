@@ -169,6 +169,7 @@ class Row:
             "quantized_tokens": kvq.quantized_tokens(cache, task.capacity - 1),
             "tokens_per_second": task.new_tokens / generation.decode_seconds,
             "prefill_seconds": generation.prefill_seconds,
+            "implementation": "+".join(sorted(set(decoding.implementations(cache)))),
             "windows": {name: getattr(self.spec, name) for name in ("sink", "recent", "block")},
             "text": continuation.text(tokens),
             "tokens": tokens,
@@ -210,6 +211,7 @@ def _print(result: dict[str, Any]) -> None:
             f"{row['ratio']:.2f}",
             f"{row['bits_per_element']:.2f}",
             f"{row['tokens_per_second']:.0f}",
+            row["implementation"],
         )
         for row in result["caches"]
     ]
@@ -222,13 +224,14 @@ def _print(result: dict[str, Any]) -> None:
         "ratio to bf16",
         "bits/element",
         "tokens/s",
+        "read by",
     )
     title = (
         f"{result['model']}: perplexity of {result['scored_tokens']} tokens after the prompt; bytes at {result['capacity']} tokens, "
         f"windows included (bf16: {format_bytes(result['bf16_bytes'])}); tokens/s without compilation, which took "
         f"{result['compile_seconds']:.0f} s for all"
     )
-    print_table(title, columns, rows, numeric=columns[1:])
+    print_table(title, columns, rows, numeric=columns[1:-1])
 
 
 def _paragraph(text: str) -> str:

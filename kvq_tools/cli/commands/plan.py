@@ -148,11 +148,7 @@ def _measured(options: argparse.Namespace, config: LlamaConfig, context: int, bi
         "chosen": str(checked[0].spec),
         "caches": sorted(caches, key=lambda cache: (cache["bits"], cache["measured_kl"] or 0)),
         "prediction": prediction(checked),
-        "sides": [
-            {"layer": layer, "side": side, "bits": count / costs.chunks + 8 / config.head_dim, "kl": kl}
-            for (layer, side), own in sorted(costs.measured.items())
-            for count, kl in own.items()
-        ],
+        "sides": planner.sides,
     }
 
 

@@ -80,6 +80,12 @@ def test_a_simulation_stands_beside_the_cache(report):
     assert fake.kl > 1.01 * decoded.kl, "a cache keeps its newest tokens in full precision, the simulation quantizes all"
 
 
+def test_simulations_can_be_left_out():
+    (_, simulated, _) = SUITE.comparisons
+    fakes = [[wanted.fake for *_, wanted in bench._places(simulated, False, with_fakes)] for with_fakes in (True, False)]
+    assert fakes == [[False, True, False, True], [False, False]]
+
+
 def test_a_stopped_run_goes_on_where_it_was(shallow, tmp_path, monkeypatch):
     file = tmp_path / "quality.json"
     command = ["innerq", f"--model={shallow}", *TEXTS, *SIZES, f"--json={file}"]

@@ -281,12 +281,13 @@ def test_demo_measures_every_cache_on_the_shipped_passage(model, run_json):
     assert dense["perplexity"] != quantized["perplexity"], "the second half was not read from the quantized body"
     assert quantized["ratio"] > 1.5 > dense["ratio"]
     assert all(row["tokens_per_second"] > 0 and len(row["tokens"]) == 8 for row in found["caches"])
+    assert {row["implementation"] for row in found["caches"]} == {HERE}
 
 
 # --- the command itself -------------------------------------------------------------------------------------------------------------------
 
 
-WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan")
+WITHOUT_A_CACHE = ("fetch", "lm-eval", "plan", "quantize-weights")
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)
