@@ -38,7 +38,7 @@ bench: $(VENV)/.kvq-test
 wheel:
 	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 	@for wheel in dist/kvq_jax-*.whl; do \
-		$(PYTHON) -m zipfile -l $$wheel | grep -q cpu_kernels/native \
+		$(PYTHON) -m zipfile -l $$wheel | grep -q 'native.*[.]so' \
 			|| { echo "$$wheel has no CPU kernels: a C++ compiler is needed, see the warnings above"; exit 1; }; \
 	done
 

@@ -1,6 +1,6 @@
 """The attention kernel for CPUs beside what bounds it: bytes over the bandwidth of memory, multiplications over their rate.
 
-    python -m benchmarks.cpu.roofline --json benchmarks/results/roofline_cpu.json
+    python -m benchmarks.cpu.roofline --json roofline_cpu.json
 
 The kernel runs alone on one thread, without XLA. Instructions are counted by valgrind where it is installed, in the variant for AVX2 (it
 knows no AVX-512). It needs a C++ compiler.
@@ -49,13 +49,13 @@ class RooflineRow:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RooflineReport(Report):
     """kernel: the variant that was timed. lanes: floats of a vector. multiplied: vectors that one thread multiplies and adds in a
-    nanosecond, in registers. read: bytes that it reads from memory in one. query_rows: of a KV head."""
+    nanosecond, in registers. read_rate: bytes that it reads from memory in one. query_rows: of a KV head."""
 
     cpu: str
     kernel: str
     lanes: int
     multiplied: float
-    read: float
+    read_rate: float
     query_rows: int
     tokens: int
     rows: tuple[RooflineRow, ...]
@@ -119,7 +119,7 @@ def measure(
 def page(report: RooflineReport, file: pathlib.Path) -> str:
     said = (
         f"{report.cpu}, one thread, the kernel for {report.kernel}: {report.multiplied:.2f} vectors of {report.lanes} floats multiplied "
-        f"and added in a nanosecond, {report.read:.1f} bytes read from memory."
+        f"and added in a nanosecond, {report.read_rate:.1f} bytes read from memory."
     )
     legend = (
         f"{report.tokens} tokens of one KV head with {report.query_rows} query rows, without windows, XLA or other threads. For each "
@@ -130,7 +130,7 @@ def page(report: RooflineReport, file: pathlib.Path) -> str:
     of_rows = report.query_rows / report.lanes / report.multiplied
     lines = []
     for row in report.rows:
-        of_bytes = row.bytes / report.read
+        of_bytes = row.bytes / report.read_rate
         counted = f"{row.instructions:.2f}" if row.instructions else "-"
         numbers = (
             f"{row.bytes:.2f}",
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kernel=kernel,
         lanes=int(lanes),
         multiplied=multiplied,
-        read=read,
+        read_rate=read,
         query_rows=args.rows,
         tokens=args.tokens,
         rows=tuple(rows),

@@ -1,7 +1,7 @@
 // Attention over a run of body tokens, for the processor that the translation unit is compiled for.
 //
 //   scores   q . (code s + z)  =  sum_c (q s)_c code_c + q . z      groups of tokens, or one scale for each channel: s meets the query once
-//                              =  sum_g q_g . (code s)_g + z_g sum(q_g)    groups of channels: s meets the code, z the sum of the query
+//                              =  sum_g q_g . (code s + z)_g        groups of channels: s and z meet the code
 //   values   p . (code s + z)  =  (sum_t p_t code_t) s + (sum_t p_t) z     groups of tokens, or of channels: s meets the weighted sum
 //                              =  sum_t (p s)_t code_t + sum_t p_t z_t     groups of channels: s meets the weight
 //
@@ -46,7 +46,7 @@ struct Attention {
     weights = take(v_groups * kRowBlock * kPadded);
     query_sums = take(rows * k_groups);
     zero_sums = take(rows * v_groups * kLanes);
-    largest = take(rows), total = take(rows * kLanes), bias = take(rows);
+    largest = take(rows), total = take(rows * kLanes), bias = take(rows * kLanes);
     token_scale = take(kTile * groups), token_zero = take(kTile * groups);
     elements = take(kTile * widest);
     scale = take(widest + kLanes), zero = take(widest + kLanes), angle_scale = take(widest + kLanes), angle_zero = take(widest + kLanes);
@@ -58,6 +58,7 @@ struct Attention {
   float* q_of(int64_t block) const { return q + block * kRowBlock * k.row_floats(); }
   float* scores_of(int64_t block) const { return scores + block * kRowBlock * kPadded; }
   float* sums_of(int64_t block) const { return sums + block * kRowBlock * v.row_floats(); }
+  float* bias_of_block(int64_t block) const { return bias + block * kRowBlock * kLanes; }
   float* zero_sum_of(int64_t row, int64_t group) const { return zero_sums + (row * v_groups + group) * kLanes; }
 
   Decoder decoder(const Body& body, const Arrays& arrays, const Packed& packed) const {
@@ -80,22 +81,24 @@ struct Attention {
       }
     }
     if (k.affine == kvq::kChannels && !span.windows && !k_decoded) {
-      load_channel_scales(k, span.keys, 0, scale, zero);
+      load_stored_scales(k, span.keys, 0, scale, zero);
       for (int64_t b = 0; b < blocks; b++) scale_queries(b, q_of(b));
     }
   }
 
-  // Multiply the queries of a block by the scales of channels; their products with the zero points go to `bias`.
+  // Multiply the queries of a block by the scales of channels. What the zero points and the offset of codes add to their products goes to
+  // `bias`, lane by lane, the offset times the products as they were rounded: so that it takes away what it put in.
   void scale_queries(int64_t block, float* out) {
+    const float offset = offset_of(k);
     for (int64_t r = 0; r < rows_of(block); r++) {
       const float* from = q_of(block) + r * k.padded();
-      Floats products = {};
+      Floats added = {};
       for (int64_t c = 0; c < k.channels; c += kLanes) {
-        const Floats x = load(from + c);
-        products += x * load(zero + c);
-        store(out + r * k.padded() + c, x * load(scale + c));
+        const Floats x = load(from + c), y = x * load(scale + c);
+        added += x * load(zero + c) - y * offset;
+        store(out + r * k.padded() + c, y);
       }
-      bias[block * kRowBlock + r] = sum_of_lanes(products);
+      store(bias_of_block(block) + r * kLanes, added);
     }
   }
 
@@ -110,27 +113,29 @@ struct Attention {
   void score_tile(int64_t first, int64_t live) {
     if (k_decoded) return score_decoded(first, live);
     if (k.affine == kvq::kChannelGroups) {
-      const bool whole = k.group % kLanes == 0;
       load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
-      if (!whole) spread_scales(k, live);
+      if (k.group % kLanes == 0) {
+        for (int64_t b = 0; b < blocks; b++)
+          score<Scaling::kTokens>(keys, rows_of(b), q_of(b), first, 0, live, {token_scale, token_zero}, scores_of(b));
+        return;
+      }
+      spread_scales(k, live);
       for (int64_t b = 0; b < blocks; b++) {
-        if (whole) score<Scaling::kTokens>(keys, rows_of(b), q_of(b), first, 0, live, token_scale, scores_of(b));
-        else score<Scaling::kElements>(keys, rows_of(b), q_of(b), first, 0, live, elements, scores_of(b));
+        score<Scaling::kElements>(keys, rows_of(b), q_of(b), first, 0, live, {elements, nullptr}, scores_of(b));
         for (int64_t r = 0; r < rows_of(b); r++)
           for (int64_t g = 0; g < k_groups; g++)
-            add_to_scores(b, r, 0, live, query_sums[(b * kRowBlock + r) * k_groups + g], token_zero + g * kTile);
+            add_to_scores(b, r, live, query_sums[(b * kRowBlock + r) * k_groups + g], token_zero + g * kTile);
       }
       return;
     }
     const bool grouped = k.affine == kvq::kTokenGroups;
     const int64_t step = grouped ? divisor(k.group, kTile) : kTile;
     for (int64_t at = 0; at < live; at += step) {
-      const int64_t end = minimum(at + step, live);
-      if (grouped) load_channel_scales(k, span.keys, (first + at) / k.group, scale, zero);
+      if (grouped) load_stored_scales(k, span.keys, (first + at) / k.group, scale, zero);
       for (int64_t b = 0; b < blocks; b++) {
         if (grouped) scale_queries(b, scaled);
-        score<Scaling::kNone>(keys, rows_of(b), grouped ? scaled : q_of(b), first, at, end, nullptr, scores_of(b));
-        for (int64_t r = 0; r < rows_of(b); r++) add_to_scores(b, r, at, end, bias[b * kRowBlock + r], nullptr);
+        const float* own = grouped ? scaled : q_of(b);
+        score<Scaling::kNone>(keys, rows_of(b), own, first, at, minimum(at + step, live), {nullptr, bias_of_block(b)}, scores_of(b));
       }
     }
   }
@@ -160,12 +165,10 @@ struct Attention {
 
   int64_t vectors() const { return (channels + kLanes - 1) / kLanes; }
 
-  // scores[r, from .. to - 1] += factor * added[t], or factor alone.
-  void add_to_scores(int64_t block, int64_t r, int64_t from, int64_t to, float factor, const float* added) const {
+  // scores[r, 0 .. live - 1] += factor * added[t]; both reach to whole vectors.
+  void add_to_scores(int64_t block, int64_t r, int64_t live, float factor, const float* added) const {
     float* out = scores_of(block) + r * kPadded;
-    int64_t t = from;
-    for (; t + kLanes <= to; t += kLanes) store(out + t, load(out + t) + (added ? load(added + t) * factor : splat(factor)));
-    for (; t < to; t++) out[t] += added ? added[t] * factor : factor;
+    for (int64_t t = 0; t < live; t += kLanes) store(out + t, load(out + t) + load(added + t) * factor);
   }
 
   // Turn the scores of a block into weights exp(score - m), 0 where a row does not see the token.

@@ -141,7 +141,7 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   return (padded + v_groups * kRowBlock) * (kTile + lanes)  // scores or weights, and scaled weights
          + (padded + kRowBlock) * k.row_floats()     // queries, and scaled or turned queries
          + padded * (v.row_floats() + lanes)         // weighted values, sums of weights
-         + padded * (k_groups + lanes * v_groups + 2)  // sums of queries, weighted zero points, maxima, biases
+         + padded * (k_groups + lanes * v_groups + 1 + lanes)  // sums of queries, weighted zero points, maxima, biases
          + 2 * kTile * groups + kTile * widest       // scales and zero points of tokens; scales of each element, or vectors
          + 4 * (widest + lanes)                      // scales and zero points of channels, and of angles
          + bundle_floats(k) + bundle_floats(v)       // where codes are

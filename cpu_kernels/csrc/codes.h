@@ -125,9 +125,12 @@ void load_floats(const void* stored, int64_t type, int64_t at, int64_t count, fl
   for (; i < count; i++) out[i] = one_float(stored, type, at + i);
 }
 
+// What codes are larger by as numbers: their bias, and the code that stands for 0 where no zero point is stored.
+inline float offset_of(const Body& body) { return bias_of(body) + (body.stores_zero() ? 0.0f : float(body.centre)); }
+
 // What is added to the product of scale and biased code: zero - scale * (bias + centre), for `count` scales, a multiple of kLanes.
 void shift_zeros(const Body& body, int64_t count, const float* scale, float* zero) {
-  const float offset = bias_of(body) + (body.stores_zero() ? 0.0f : float(body.centre));
+  const float offset = offset_of(body);
   for (int64_t i = 0; i < count; i += kLanes)
     store(zero + i, (body.stores_zero() ? load(zero + i) : Floats{}) - load(scale + i) * offset);
 }
@@ -145,13 +148,20 @@ void load_token_scales(const Body& body, const Arrays& arrays, int64_t capacity,
   }
 }
 
-// Scales and zero points of every channel, for the group of tokens number `group` or for all tokens; 0 for padding.
-void load_channel_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale, float* zero) {
+// Scales and zero points as they are stored (0 where none is) of every channel, for the group of tokens number `group` or for all tokens; 0
+// for padding.
+void load_stored_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale, float* zero) {
   const int64_t at = body.affine == kvq::kTokenGroups ? group * body.channels : 0, padded = vectors_of(body) * kLanes;
-  for (int64_t c = body.channels; c < padded; c++) scale[c] = zero[c] = 0;
+  for (int64_t c = body.stores_zero() ? body.channels : 0; c < padded; c++) zero[c] = 0;
+  for (int64_t c = body.channels; c < padded; c++) scale[c] = 0;
   load_floats(arrays.scale, body.scale_type, at, body.channels, scale);
   if (body.stores_zero()) load_floats(arrays.zero, body.scale_type, at, body.channels, zero);
-  shift_zeros(body, padded, scale, zero);
+}
+
+// The same, zero points shifted as products with biased codes need them.
+void load_channel_scales(const Body& body, const Arrays& arrays, int64_t group, float* scale, float* zero) {
+  load_stored_scales(body, arrays, group, scale, zero);
+  shift_zeros(body, vectors_of(body) * kLanes, scale, zero);
 }
 
 }  // namespace

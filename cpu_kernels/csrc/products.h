@@ -14,8 +14,14 @@ constexpr int64_t kPadded = kTile + 16;  // floats from one row of scores, or of
 // How numbers are scaled as they are made.
 enum class Scaling {
   kNone,      // not here: the scale meets the query, the weight or the sum
-  kTokens,    // [groups of channels, kTile], groups of whole vectors
+  kTokens,    // [groups of channels, kTile], groups of whole vectors; zero points likewise
   kElements,  // [kTile, padded]: each number has its own
+};
+
+// Scales of numbers as they are made, and what is added to them (kTokens), or to the sums of lanes [rows, kLanes] (kNone).
+struct Affinity {
+  const float* scale;
+  const float* zero;
 };
 
 template <int N>
@@ -101,9 +107,11 @@ KVQ_INLINE void put_sums(const Floats* sums, float* scores) {
 // Scores of T tokens of a run with R rows.
 template <int R, int T, Scaling kScaling, class Numbers>
 KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const Bundle* bundles, const Bundle* end, const Rows& rows,
-                         const float* q, const float* scale, float* scores) {
+                         const float* q, const Affinity& affinity, float* scores) {
   const int64_t stride = packed.body.padded();
   Floats sums[R * T] = {};
+  if (kScaling == Scaling::kNone)  // the offsets come first: what follows stays small, and so do its errors
+    for (int i = 0; i < R * T; i++) sums[i] = load(affinity.zero + i / T * kLanes);
   for (const Bundle* bundle = bundles; bundle < end; bundle++) {
     Uints low[T], high[T] = {};
     for (int i = 0; i < T; i++) low[i] = rows.load(0, i, bundle->place[0]);
@@ -114,8 +122,8 @@ KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const
       Floats x[T];
       for (int i = 0; i < T; i++) {
         x[i] = numbers.at(low[i], high[i], low_shift, high_shift);
-        if (kScaling == Scaling::kTokens) x[i] *= scale[field.group + i];
-        if (kScaling == Scaling::kElements) x[i] *= load(scale + i * stride + field.vector * kLanes);
+        if (kScaling == Scaling::kTokens) x[i] = x[i] * affinity.scale[field.group + i] + affinity.zero[field.group + i];
+        if (kScaling == Scaling::kElements) x[i] *= load(affinity.scale + i * stride + field.vector * kLanes);
       }
       for (int r = 0; r < R; r++) {
         const Floats y = load(q + r * stride + field.vector * kLanes);
@@ -128,24 +136,25 @@ KVQ_INLINE void score_tokens(const Packed& packed, const Numbers& numbers, const
 
 constexpr int kTogether = kLanes == 16 ? 4 : 2;  // tokens whose scores are summed in registers
 
-// scores[r, t] for tokens start + from .. start + to - 1 of the body; scale, of the tile's tokens, by `kScaling`.
+// scores[r, t] for tokens start + from .. start + to - 1 of the body; `affinity`, of the tile's tokens, by `kScaling`.
 template <Scaling kScaling>
-void score(const Packed& packed, int64_t rows, const float* q, int64_t start, int64_t from, int64_t to, const float* scale, float* scores) {
-  const int64_t apart = kScaling == Scaling::kElements ? packed.body.padded() : 1;
+void score(const Packed& packed, int64_t rows, const float* q, int64_t start, int64_t from, int64_t to, const Affinity& affinity, float* scores) {
+  const int64_t apart = kScaling == Scaling::kElements ? packed.body.padded() : kScaling == Scaling::kTokens ? 1 : 0;
   packed.with_codes([&](const auto& numbers) {
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
       for (int64_t at = from; at < to;) {
         const Run run = packed.run_from(start, at, to);
         const Bundle *bundles = packed.bundles_of(run.slot), *end = bundles + packed.count_of(run.slot);
+        const auto of_token = [&](int64_t t) {
+          return Affinity{affinity.scale + t * apart, affinity.zero + (kScaling == Scaling::kTokens ? t : 0)};
+        };
         int64_t i = 0;
         if constexpr (kScaling != Scaling::kElements)
           for (; i + kTogether <= run.count; i += kTogether)
-            score_tokens<R, kTogether, kScaling>(packed, numbers, bundles, end, Rows(packed, run.row + i), q, scale + (at + i) * apart,
-                                                 scores + at + i);
+            score_tokens<R, kTogether, kScaling>(packed, numbers, bundles, end, Rows(packed, run.row + i), q, of_token(at + i), scores + at + i);
         for (; i < run.count; i++)
-          score_tokens<R, 1, kScaling>(packed, numbers, bundles, end, Rows(packed, run.row + i), q, scale + (at + i) * apart,
-                                       scores + at + i);
+          score_tokens<R, 1, kScaling>(packed, numbers, bundles, end, Rows(packed, run.row + i), q, of_token(at + i), scores + at + i);
         at += run.count;
       }
     });

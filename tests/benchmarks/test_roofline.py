@@ -25,7 +25,7 @@ def test_a_cache_that_the_kernel_does_not_read_is_an_error():
 
 def test_the_page_compares_with_the_larger_bound(tmp_path: pathlib.Path):
     rows = (roofline.RooflineRow("dense", 64, 4.0, 0.5, 1.25), roofline.RooflineRow("kivi:bits=2", 64, 0.25, 0.2, 0.0))
-    machine = {"cpu": "c", "kernel": "avx512", "lanes": 16, "multiplied": 2.5, "read": 20.0, "query_rows": 4, "tokens": 4096}
+    machine = {"cpu": "c", "kernel": "avx512", "lanes": 16, "multiplied": 2.5, "read_rate": 20.0, "query_rows": 4, "tokens": 4096}
     report = roofline.RooflineReport(title="T", **header(("x",)), **machine, rows=rows)
     report.write(tmp_path / "roofline.json")
     assert roofline.RooflineReport.read(tmp_path / "roofline.json") == report
