@@ -88,6 +88,8 @@ class _Data:
 class Module:
     """A pytree of the attributes that are modules, parameters or lists of them, or were set as `data(...)`; all others are static."""
 
+    _dynamic: set[str]
+
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_node(cls, Module._flatten, cls._unflatten)
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 THREADS = max(1, min(12, (os.cpu_count() or 1) - 2))  # programs compiled at a time; the process that times them keeps a core
 

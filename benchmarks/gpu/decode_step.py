@@ -144,7 +144,8 @@ def compiled(row: KernelRow, config: LlamaConfig, capacity: int) -> Program:
         return Program(row, capacity, needed)
     try:
         loop = jax.jit(steps_program(implementation_of(row.arithmetic), STEPS), donate_argnums=1).lower(*arguments).compile()
-        return Program(row, capacity, needed + loop.memory_analysis().temp_size_in_bytes, loop)
+        memory: Any = loop.memory_analysis()
+        return Program(row, capacity, needed + memory.temp_size_in_bytes, loop)
     except Exception as error:
         return Program(row, capacity, failure=one_line(error))
 

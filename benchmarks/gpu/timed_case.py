@@ -126,7 +126,7 @@ def run_entries(
     for entry, item in as_compiled(compiled, entries, threads, until):
         del waiting[entry.blank.case], compiling[entry.blank.case]
         running(entry.blank)  # the likely cause if the process ends now
-        rows = [item(entry.blank)] if callable(item) else timed_rows(item, entry.blank, timing)
+        rows = timed_rows(item, entry.blank, timing) if isinstance(item, Compiled) else [item(entry.blank)]
         report.rows.extend(rows)
         told(rows)
         if fatal := [row.failure for row in rows if is_fatal(row.failure)]:

@@ -107,10 +107,22 @@ def captured(text: str) -> tuple[int, int]:
     return kinds.count("kCommandBuffer"), sum(kind in LAUNCHES for kind in kinds)
 
 
+def over_limit(beside: int, limit_us: float) -> float:
+    """Return the estimated time of so many launches and of bytes that take `limit_us`, over the latter."""
+    return (beside * NODE_US + limit_us) / limit_us
+
+
+def limit_us(spec: str, batch: int, tokens: int, target: Target = H200) -> float:
+    """Return the microseconds in which the target copies the bytes of a layer's cache."""
+    cache = kvq.layout(spec, llama_config(1), batch, tokens, "bfloat16")
+    return kvq.nbytes(cache.layers[0]) / target.copy_bandwidth * 1e6
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """The launches of a layer. launches: their number by name; loops, branches: thunks that no command buffer captures; limit_us: the bytes
-    of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step; outside: its launches in none."""
+    of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step; outside: its launches in none. The last
+    two are -1 in files that were made before they were counted."""
 
     spec: str
     target: str
@@ -121,8 +133,8 @@ class Row:
     loops: int
     branches: int
     limit_us: float
-    graphs: int = 0
-    outside: int = 0
+    graphs: int = -1
+    outside: int = -1
 
     @property
     def case(self) -> tuple[str, int, int, str]:
@@ -136,7 +148,7 @@ class Row:
     @property
     def over_limit(self) -> float:
         """Return the estimated time of what is not a projection, over that of the cache's bytes."""
-        return (self.beside * NODE_US + self.limit_us) / self.limit_us
+        return over_limit(self.beside, self.limit_us)
 
     @property
     def total(self) -> int:
@@ -164,7 +176,6 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
     layer = of_a_layer(thunks(program.thunks))
     counts = Counter(name for thunk in layer for name in thunk.launches(batch))
     graphs, outside = captured(program.captured)
-    bytes_read = kvq.nbytes(cache.layers[0])
     return Row(
         spec=spec,
         target=target.name,
@@ -174,7 +185,7 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
         launches=dict(sorted(counts.items())),
         loops=sum(thunk.kind == "kWhile" for thunk in layer),
         branches=sum(thunk.kind == "kConditional" for thunk in layer),
-        limit_us=bytes_read / target.copy_bandwidth * 1e6,
+        limit_us=limit_us(spec, batch, tokens, target),
         graphs=graphs,
         outside=outside,
     )
@@ -203,7 +214,8 @@ HEADER = (
 
 
 def line(row: Row) -> tuple[str, ...]:
-    counts = (f"{n}" for n in (row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside))
+    counted = row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside
+    counts = ("-" if n < 0 else f"{n}" for n in counted)
     times = f"{row.beside * NODE_US:.0f}", f"{row.limit_us:.1f}", f"{row.over_limit:.2f}"
     return f"`{row.spec}`", row.jax, f"{row.tokens // 1024}K x {row.batch}", *counts, *times
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.machine_code.launches import measure
+from benchmarks.machine_code.launches import limit_us, measure, over_limit
 from benchmarks.machine_code.tools import missing
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
@@ -21,4 +21,7 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     assert row.matrices == 5, f"{row.matrices} products of matrices: {row.launches}"
     assert row.total - row.matrices <= MOST + MORE.get((spec, batch), 0), f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1
+    if batch == 16:  # as estimated: near the time of the cache's bytes
+        for tokens, most in ((32768, 1.6), (4096, 2.5)):
+            assert over_limit(row.beside, limit_us(spec, batch, tokens)) < most, f"{tokens} tokens"
     assert (row.graphs, row.outside) == (1, 0), f"{row.graphs} command buffers, {row.outside} launches in none"

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.machine_code import launches
-from benchmarks.machine_code.launches import LaunchReport, of_a_layer, thunks
+from benchmarks.machine_code.launches import LaunchReport, captured, of_a_layer, points_of, thunks
 
 LIST = """\
 001: kCustomKernel [source        | next=002 (1)] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
@@ -66,8 +66,34 @@ def test_a_line_of_another_form_is_an_error_and_not_a_launch_fewer():
         thunks(LIST.replace("012: kCustomKernel", "kCustomKernel"))
 
 
+GRAPHS = """\
+000: kCommandBuffer [source        | next=003 (1)]
+    001: kCopy         [source        | next=002 (1)] kCopy
+    002: kCustomKernel [prev=001 (1)  | sink        ] decode_attention grid: [16, 8, 8] threads: [32, 1, 1]  shared_memory: 22656 bytes
+003: kConditional  [prev=000 (1)  | next=005 (1)]
+  false_branch:
+    004: kCustomKernel [source       | sink        ] loop_transpose_fusion grid: [1024, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
+005: kCustomKernel [prev=003 (1)  | next=006 (1)] gemm_fusion_dot_34 grid: [3072, 1, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
+006: kCommandBuffer [prev=005 (1)  | sink        ]
+    007: kCopy         [source        | sink        ] kCopy
+"""
+
+
+def test_launches_outside_of_command_buffers_are_counted():
+    assert captured(GRAPHS) == (2, 1)
+    with pytest.raises(ValueError, match="no list"):
+        captured("")
+
+
+def test_points_of_another_form_are_refused():
+    assert points_of(["32768:16", "4096:1"]) == [(32768, 16), (4096, 1)]
+    for text in ("32768", "32768:0", "a:1", "1:2:3"):
+        with pytest.raises(ValueError, match="write TOKENS:BATCH"):
+            points_of([text])
+
+
 def test_committed_counts_have_no_loop_in_a_layer():
-    """Whatever the batch; and where a kernel writes the blocks, no branch either. Then a graph captures the step."""
+    """Whatever the batch; and where kernels write what is new, no branch either. Then a graph captures the step."""
     files = sorted((pathlib.Path(launches.__file__).parents[1] / "results").glob("launches*.json"))
     assert len({json.loads(file.read_text())["jax_version"] for file in files}) >= 2, "two versions of JAX are compared"
     for file in files:
@@ -75,3 +101,15 @@ def test_committed_counts_have_no_loop_in_a_layer():
             assert not row.loops, f"{file.name}: {row.spec} at batch {row.batch}"
             if row.spec.startswith(("kivi", "innerq")):
                 assert not row.branches, f"{file.name}: {row.spec} at batch {row.batch}"
+                assert row.graphs in (1, -1), f"{file.name}: {row.spec} at batch {row.batch}"
+                assert row.outside in (0, -1), f"{file.name}: {row.spec} at batch {row.batch}"
+
+
+def test_committed_counts_leave_a_step_near_the_bytes_of_its_cache():
+    """As estimated: launches beside the projections, and the bytes of the cache at the speed of a copy."""
+    for file in sorted((pathlib.Path(launches.__file__).parents[1] / "results").glob("launches*.json")):
+        rows = {(row.spec, row.tokens, row.batch): row for row in LaunchReport.read(file).rows}
+        for spec in ("kivi:bits=4", "innerq:bits=2"):
+            assert rows[spec, 32768, 16].over_limit < 1.6, file.name
+    assert launches.over_limit(12, 24.0) == 2.0
+    assert launches.limit_us("kivi:bits=4", 16, 32768) == pytest.approx(rows["kivi:bits=4", 32768, 16].limit_us, rel=1e-3)

@@ -211,7 +211,7 @@ def test_plots_are_drawn(folder: pathlib.Path):
 
 def test_an_error_that_rounding_does_not_explain_is_named(report: GpuReport):
     assert report.wrong() == []
-    good = next(row for row in report.rows if row.candidate == "kivi:bits=2" and row.error is not None)
+    good = next(row for row in report.rows if (row.section, row.candidate) == ("attention", "kivi:bits=2"))
     for bad in (dataclasses.replace(good, error=1.0), dataclasses.replace(good, error=math.nan), dataclasses.replace(good, failure="no")):
         assert dataclasses.replace(report, rows=[good, bad]).wrong() == [
             f"attention, {MODEL}, 256 tokens x 2, kivi:bits=2 (interpreted): {bad.wrong}"

@@ -12,7 +12,9 @@ from benchmarks.gpu.report import GpuReport, KernelRow
 from benchmarks.gpu.step_parity import Run, compared
 
 RNG = np.random.default_rng(0)
-WANTED = Run(RNG.normal(size=(6, 2, 32)).astype(np.float32), [RNG.integers(0, 99, (4, 1000), np.int16)])
+WANTED = Run(
+    RNG.normal(size=(6, 2, 32)).astype(np.float32), [RNG.integers(0, 99, (4, 1000), np.int16), RNG.normal(size=(4, 90)).astype(np.float32)]
+)
 
 
 def row(error: float, wrong: str) -> KernelRow:
@@ -35,11 +37,14 @@ def test_rows_past_the_capacity_have_nan_in_both():
 
 
 def test_a_few_other_codes_pass_and_other_blocks_do_not():
-    stored = WANTED.stored[0].copy()
-    stored[0, :3] += 1
-    assert compared(dataclasses.replace(WANTED, stored=[stored]), WANTED)[1] == ""
-    stored[1, :40] += 1
-    assert "of it differs" in row(*compared(dataclasses.replace(WANTED, stored=[stored]), WANTED)).wrong
+    words, floats = (array.copy() for array in WANTED.stored)
+    words[0, :3] += 1
+    floats[0, :3] *= 1.004
+    assert compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)[1] == ""
+    floats[0, :9] = 0
+    assert "array 1 of the cache" in row(*compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)).wrong
+    words[1, :80] += 1
+    assert "array 0 of the cache" in row(*compared(dataclasses.replace(WANTED, stored=[words, floats]), WANTED)).wrong
 
 
 def test_the_histories_rest_and_fill_up():
