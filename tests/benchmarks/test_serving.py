@@ -7,7 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks import serving
+from benchmarks import serving, serving_start
+from benchmarks.report_file import RESULTS
 from kvq_models.inference.engine.budget import plan
 from tests.kvq_models.checkpoints import tiny_config
 
@@ -67,3 +68,19 @@ def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         serving.main(["--timed", "int4"])
     assert "--timed names caches of --cache" in capsys.readouterr().err
+
+
+def test_the_numbers_of_the_page_are_those_of_the_results():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    report, start = serving.ServingReport.read(RESULTS / "serving.json"), serving_start.StartReport.read(RESULTS / "serving_start.json")
+    alone, slots = (next(row for row in report.rows if row.slots == n and row.cache == "kivi:bits=4") for n in (serving.ALONE, 8))
+    prefix = next(row for row in report.prefixes if row.cache == "kivi:bits=4")
+    first, again = start.rows
+    for told in (
+        f"{alone.seconds / slots.seconds:.2f}",
+        f"{np.median(slots.first_token):.1f} s; {np.median(alone.first_token):.1f} s",
+        "; ".join(str(row.sequences) for row in report.room),
+        f"{prefix.read:.1f} s; {prefix.memory:.2f} s; {prefix.disk:.2f} s",
+        f"{first.seconds:.0f} s; {again.seconds:.0f} s",
+    ):
+        assert f"| {told} |" in page, told
