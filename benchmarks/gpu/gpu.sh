@@ -23,7 +23,7 @@ if [ $run = dry ]; then
     NAME=${NAME:-dry_run}
     TOTAL=${TOTAL:-3000} # of a CPU, which may have other things to do
     export JAX_PLATFORMS=cpu
-    kernels=(--interpret --tiny) parity=(--interpret --head-dim 64 --steps 12 --cache kivi:bits=4) steps=(--tiny --cache dense kivi:bits=4)
+    kernels=(--interpret --tiny --cache dense kivi:bits=4) parity=(--interpret --head-dim 64 --steps 12 --cache kivi:bits=4) steps=(--tiny --cache dense kivi:bits=4)
 else
     folder=${1:-benchmarks/results}
     NAME=${NAME:-$( (nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null || echo gpu) | head -n 1 | tr '[:upper:]' '[:lower:]' | sed 's/nvidia //; s/[^a-z0-9]\+/_/g')}
