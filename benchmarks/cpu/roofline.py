@@ -125,7 +125,8 @@ def page(report: RooflineReport, file: pathlib.Path) -> str:
         f"{report.tokens} tokens of one KV head with {report.query_rows} query rows, without windows, XLA or other threads. For each "
         "element of K or V: bytes that are read, and the nanoseconds that these take at the rate above; nanoseconds that the "
         "multiplications by all query rows take at theirs, the least that any kernel in fp32 needs; what was measured, the fastest of many "
-        "runs, and its ratio to the larger of the two. Instructions are those of the variant for AVX2, whose vectors hold 8 floats."
+        "runs, and its ratio to the larger of the two, below 1 where the bytes fit the processor's cache. Instructions are those of the "
+        "variant for AVX2, whose vectors hold 8 floats."
     )
     of_rows = report.query_rows / report.lanes / report.multiplied
     lines = []
