@@ -140,7 +140,8 @@ def _optimal_cuts(mass: np.ndarray, first: np.ndarray, second: np.ndarray, entri
     weight, moment = between(mass), between(first)
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = np.where(weight > 0, np.maximum(between(second) - np.square(moment) / weight, 0), 0)
-    cost[:, *np.tril_indices(mass.shape[1], -1)] = np.inf  # cost[:, i, j]: runs i .. j - 1 as one part, which may be empty
+    backwards = np.tri(mass.shape[1], k=-1, dtype=bool)
+    cost = np.where(backwards, np.inf, cost)  # cost[:, i, j]: runs i .. j - 1 as one part, which may be empty
     best, cuts = cost[:, 0], []
     for _ in range(1, entries):
         through = best[:, :, None] + cost
