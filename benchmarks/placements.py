@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import kvq_jax as kvq
 from benchmarks.llama_8b import llama_config
 from benchmarks.markdown import table
+from kvq_jax.files import whole
 from kvq_jax.methods.xquant.roofline import DEVICES as KNOWN
 from kvq_tools.cli import memory_mesh
 
@@ -53,7 +54,7 @@ def main() -> None:
     text = PAGE.read_text()
     begin = text.index("| model | context x batch |")
     end = text.index("\n\n", begin)
-    PAGE.write_text(text[:begin] + table(HEAD, rows()) + text[end:])
+    whole.write(PAGE, text[:begin] + table(HEAD, rows()) + text[end:])
 
 
 if __name__ == "__main__":

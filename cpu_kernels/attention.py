@@ -30,6 +30,7 @@ class Windows(NamedTuple):
 
 
 TOGETHER = 32  # neighbouring tokens of keys before RoPE that are rotated from the position of the first (kDecoded of csrc/body.h)
+NEAR = 256  # such runs whose positions are counted from that of the first (kNear)
 WINDOW_DTYPES = ("float32", "float16", "bfloat16")
 
 

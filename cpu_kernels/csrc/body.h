@@ -77,8 +77,9 @@ struct Outliers {
 // Cosines and sines of RoPE for H / 2 pairs.
 struct Turns {
   const float* steps;   // [2, kDecoded, H / 2]: of 0, 1, ... tokens, times the attention factor
-  const float* starts;  // [2, count, H / 2]: of the positions of body tokens 0, kDecoded, ...
-  int64_t count;
+  const float* near;    // [2, near_count, H / 2]: of 0, 1, ... times kDecoded tokens
+  const float* far;     // [2, far_count, H / 2]: of the positions of body tokens 0, kNear * kDecoded, ...
+  int64_t near_count, far_count;
 };
 
 // The arrays of one row of the batch and one KV head.
@@ -124,6 +125,7 @@ struct Span {
 
 constexpr int64_t kTile = 128;      // tokens whose scores become weights together
 constexpr int64_t kDecoded = 32;    // tokens whose vectors are made together
+constexpr int64_t kNear = 256;      // such runs of tokens whose positions are counted from the same one: RoPE's tables stay short
 constexpr int64_t kRowBlock = 4;    // query rows that share the numbers made of a word
 constexpr float kNegInf = -1e30f;   // finite, as in partial_attention.py
 

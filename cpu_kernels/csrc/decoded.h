@@ -7,6 +7,7 @@
 namespace {
 
 using kvq::kDecoded;
+using kvq::kNear;
 
 // cos and sin of x, to 2 units in the last place for angles of a few turns. Source of the polynomials: minimax on a quarter turn, Cephes.
 inline void cos_sin_of(Floats x, Floats& cos, Floats& sin) {
@@ -71,9 +72,11 @@ struct Decoder {
   // Turn queries back by the position of body token `first`, a multiple of kDecoded: q . R(p + d) k = R(-p) q . R(d) k.
   void turn_back(int64_t first, int64_t rows, const float* q, float* out) const {
     const int64_t half = body.head_dim() / 2, stride = body.row_floats();
-    const float *cosines = arrays.turns.starts + first / kDecoded * half, *sines = cosines + arrays.turns.count * half;
+    const int64_t run = first / kDecoded;
+    const float *near = arrays.turns.near + run % kNear * half, *far = arrays.turns.far + run / kNear * half;
     for (int64_t r = 0; r < rows; r++) {
-      turn<true>(q + r * stride, cosines, sines, half, out + r * stride);
+      turn<true>(q + r * stride, far, far + arrays.turns.far_count * half, half, out + r * stride);
+      turn<true>(out + r * stride, near, near + arrays.turns.near_count * half, half, out + r * stride);
       for (int64_t c = 2 * half; c < stride; c++) out[r * stride + c] = 0;
     }
   }

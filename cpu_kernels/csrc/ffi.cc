@@ -4,7 +4,8 @@
 //               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored (of polar keys: those of
 //               the radii, then those of the angles); of rows in full precision themselves alone, [B, K, S, H]
 //               with outliers their index u16 and residual [B, S / pool, P] and ends u16 [B, S / pool, K]; for keys before RoPE the cosines
-//               and sines f32 [2, kDecoded, H / 2] of 0, 1, ... tokens and [2, S / kDecoded, H / 2] of every kDecoded-th one's position
+//               and sines f32 [2, n, H / 2] of the n = kDecoded first tokens, of the first kNear-th multiples of kDecoded tokens (as many as S
+//               holds), and of the position of every kNear kDecoded-th token
 //               and, if there are windows, the queries q f32 [B, K, R, H] that read them, what they see pred [B, E0 + E1], and the keys
 //               [B, K, E0, H], [B, K, E1, H] and values of both in f32, f16 or bf16
 //   attributes  keys, values: the fields of a Body; capacity: S; windows: whether there are any
@@ -117,9 +118,12 @@ struct Taker {
     if (body.pool) side.outliers = outliers(name, body.residual_type == kvq::kFloat32 ? ffi::F32 : ffi::U16, batch, heads, capacity / body.pool);
     if (body.rotated) {
       const int64_t half = body.channels / 2, count = (capacity + kvq::kDecoded - 1) / kvq::kDecoded;
+      const int64_t near_count = std::min(count, kvq::kNear), far_count = (count + kvq::kNear - 1) / kvq::kNear;
       const Strided steps = take("turns of " + name, ffi::F32, {2, kvq::kDecoded, half}, false);
-      const Strided starts = take("positions of " + name, ffi::F32, {2, count, half}, false);
-      side.turns = {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(starts.data), count};
+      const Strided near = take("near positions of " + name, ffi::F32, {2, near_count, half}, false);
+      const Strided far = take("far positions of " + name, ffi::F32, {2, far_count, half}, false);
+      side.turns = {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(near.data), reinterpret_cast<const float*>(far.data),
+                    near_count, far_count};
     }
     return side;
   }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from cpu_kernels import store
-from cpu_kernels.attention import TOGETHER, WINDOW_DTYPES, Windows, decode_attention
+from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, Windows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
 from kvq_jax.codecs.base import Codec
@@ -85,13 +85,16 @@ def _body_and_arrays(codec: Codec, params: Tree, body: Tree) -> tuple[Body, list
 
 def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 n half"]]:
     """Return the cosines and sines by which the kernel rotates keys cached before RoPE: of the first few tokens, times RoPE's attention
-    factor, and of the position of every so many tokens of the body."""
+    factor, of the first few runs of so many, and of the position of every so many runs of the body. A position is a sum of three, so that
+    the tables hardly grow with the capacity."""
     if rope is None:
         raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
-    steps, starts = jnp.arange(TOGETHER, dtype=jnp.int32), jnp.arange(sink, sink + capacity, TOGETHER, dtype=jnp.int32)
+    steps = jnp.arange(TOGETHER, dtype=jnp.int32)
+    near = jnp.arange(0, min(capacity, NEAR * TOGETHER), TOGETHER, dtype=jnp.int32)
+    far = jnp.arange(sink, sink + capacity, NEAR * TOGETHER, dtype=jnp.int32)
     plain = dataclasses.replace(rope, attention_factor=jnp.ones((), jnp.float32))
-    tables = cosines_and_sines(steps[None], rope), cosines_and_sines(starts[None], plain)
-    return [jnp.concatenate(table) for table in tables]
+    tables = ((steps, rope), (near, plain), (far, plain))
+    return [jnp.concatenate(cosines_and_sines(positions[None], turned)) for positions, turned in tables]
 
 
 def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count: LengthsB) -> Tree:

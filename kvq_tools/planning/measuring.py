@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -205,8 +205,7 @@ class Planner:
         return sorted(checked, key=lambda one: one.kl)
 
     def predicted(self, costs: Costs, spec: CacheSpec) -> float:
-        method, dims = spec.k, self.calibration.dims
-        assert isinstance(method, Waterfill), "only waterfill's widths have predictions"
+        method, dims = cast("Waterfill", spec.k), self.calibration.dims  # the only method whose widths have predictions
         return costs.total([[method.widths(side, layer, dims) for side in SIDES] for layer in range(dims.num_hidden_layers)])
 
 

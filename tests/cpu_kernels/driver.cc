@@ -1,5 +1,6 @@
 // Runs the kernels over bodies of many layouts without XLA, for sanitizers: every array is a heap block of exactly its size. Each kernel of
 // this processor must agree with the baseline, and threads must not change a bit.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -45,7 +46,7 @@ static Body layout(int64_t bits, int64_t channels, int64_t block) {
 
 struct StoredSide {
   std::vector<uint16_t> words[2], scale, zero, angle_scale, angle_zero, index, residual, ends;
-  std::vector<float> table, steps, starts;
+  std::vector<float> table, steps, near, far;
   Side side;
 };
 
@@ -62,10 +63,11 @@ static void fill_more(StoredSide& s, const Body& body, int64_t batch, int64_t he
   }
   if (body.rotated) {
     const int64_t half = body.channels / 2, count = (capacity + kDecoded - 1) / kDecoded;
-    s.steps.resize(2 * kDecoded * half), s.starts.resize(2 * count * half);
-    for (auto* angles : {&s.steps, &s.starts})
+    const int64_t near_count = std::min(count, kNear), far_count = (count + kNear - 1) / kNear;
+    s.steps.resize(2 * kDecoded * half), s.near.resize(2 * near_count * half), s.far.resize(2 * far_count * half);
+    for (auto* angles : {&s.steps, &s.near, &s.far})
       for (auto& x : *angles) x = float(random_bits() % 2001) / 1000 - 1;
-    s.side.turns = {s.steps.data(), s.starts.data(), count};
+    s.side.turns = {s.steps.data(), s.near.data(), s.far.data(), near_count, far_count};
   }
 }
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from cpu_kernels.attention import TOGETHER
+from cpu_kernels.attention import NEAR, TOGETHER
 from cpu_kernels.body import Affine, Body, Form
 from kvq_jax.arrays.packing import pack
 from pallas_kernels.tiles.layout import plane_layout
@@ -123,8 +123,9 @@ def _angles(half: int, positions: np.ndarray) -> np.ndarray:
 
 
 def _turns(half: int, tokens: int) -> list[np.ndarray]:
-    steps, starts = _angles(half, np.arange(TOGETHER)), _angles(half, SINK + np.arange(0, tokens, TOGETHER))
-    return [np.stack([np.cos(a), np.sin(a)]).astype(np.float32) * np.float32(f) for a, f in ((steps, FACTOR), (starts, 1))]
+    near, far = np.arange(0, min(tokens, NEAR * TOGETHER), TOGETHER), SINK + np.arange(0, tokens, NEAR * TOGETHER)
+    tables = ((_angles(half, positions), factor) for positions, factor in ((np.arange(TOGETHER), FACTOR), (near, 1), (far, 1)))
+    return [np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32) * np.float32(factor) for angles, factor in tables]
 
 
 def _rotated(vectors: np.ndarray) -> np.ndarray:

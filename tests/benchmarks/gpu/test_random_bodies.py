@@ -36,7 +36,7 @@ def row(spec: str) -> KernelRow:
     report = GpuReport.here("Kernels of a test", ("benchmarks.gpu.kernels",))
     timing = Timing(samples=1, seconds=0, most_copies=1, copy_bytes=1 << 20)
     [task] = (task for task in attention_tasks(SHAPE, INTERPRETED, (spec,)) if task.candidate == spec)
-    timed_case.run_case("Llama-3.2-1B", SHAPE, [task], report, lambda: None, timing, threads=1)
+    timed_case.run_entries(timed_case.entries_of("Llama-3.2-1B", SHAPE, [task]), report, lambda: None, timing, threads=1)
     [row] = report.rows
     return row
 
