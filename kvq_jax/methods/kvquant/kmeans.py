@@ -104,7 +104,8 @@ def weighted_levels_of_rows(
     sums = np.zeros((3, len(y), y.shape[1] + 1))
     for power in range(3):
         np.cumsum(weights * y**power, axis=1, out=sums[power, :, 1:])
-    levels = _optimal_cuts(*_at_runs(y, weights, sums), entries)
+    weight, moment, square = _at_runs(y, weights, sums)
+    levels = _optimal_cuts(weight, moment, square, entries)
     moving = np.arange(len(y))
     for _ in range(ITERATIONS):
         moved = _lloyd_step(y[moving], sums[:, moving], levels[moving])
