@@ -52,13 +52,14 @@ def loaded(
     longest: int | None = None,
     wait: bool = True,
     prefixes: PrefixStore | None = None,
+    placement: kvq.Placement | None = None,
 ) -> Engine:
     """Return an engine with the model loaded and its programs compiled, those of longer chunks only with `wait`. longest: tokens of the
     longest prompt that will come; programs for longer ones are left out, which changes none of its results. prefixes: where
-    prompts that were read are kept."""
+    prompts that were read are kept. placement: the mesh that model and slots lie on."""
     widths = [width for width, below in zip(WIDTHS, (0, *WIDTHS), strict=False) if longest is None or longest > below]
     with progress(f"loading {options.model}"), input_errors():
-        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options))
+        llama, _ = load_llama(options.model, dtype=inputs.model_dtype(options), mesh=placement)
     with input_errors():
         llama = prepare(llama, options.cache, options.calibration, progress=bar)
         engine = Engine(
@@ -71,6 +72,7 @@ def loaded(
             widths=widths,
             implementation=options.implementation,
             prefixes=prefixes,
+            placement=placement,
         )
     with progress("compiling"):
         engine.warm_up(wait=wait)

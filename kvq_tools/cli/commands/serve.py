@@ -9,15 +9,16 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import kvq_jax as kvq
 from kvq_models.inference.engine.budget import SLOTS, Budget
 from kvq_models.inference.engine.engine import QUEUE_LIMIT
 from kvq_models.inference.engine.prefix_folder import PrefixFolder
 from kvq_models.inference.engine.prefixes import PrefixStore
-from kvq_tools.cli import engines, inputs, interruption
+from kvq_tools.cli import engines, inputs, interruption, mesh
 from kvq_tools.cli.console import UserError, format_bytes, input_errors, print_json
 from kvq_tools.cli.tables import print_line
 
-PREFIX_DISK = 4 << 30
+PREFIX_MEMORY, PREFIX_DISK = 512 << 20, 4 << 30
 
 DESCRIPTION = f"""\
 Serves a Llama-family checkpoint with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and beside them /health
@@ -55,8 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prefix-memory",
         metavar="BYTES",
         type=inputs.byte_size,
-        default=512 << 20,
-        help="host memory for prompts that were read, so that requests that begin alike reuse them; 0 keeps none (default: 512MiB)",
+        help="host memory for prompts that were read, so that requests that begin alike reuse them; 0 keeps none (default: 512MiB; "
+        "none with --mesh)",
     )
     parser.add_argument("--prefix-dir", metavar="DIR", help="where they are kept on disk too, for the next server of this model and cache")
     parser.add_argument(
@@ -65,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-body", metavar="BYTES", type=inputs.byte_size, default=8 << 20, help="the largest request body, such as 8MiB (default: 8MiB)"
     )
+    mesh.add(parser)
     inputs.add_implementation(parser)
     inputs.add_dtype(parser, rows="bfloat16 rows")
 
@@ -84,22 +86,27 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("the API key is empty; leave --api-key and KVQ_API_KEY out to serve without one")
     if options.prefix_disk is not None and options.prefix_dir is None:
         raise UserError("--prefix-disk needs --prefix-dir, the folder that it is for")
+    if options.mesh is not None and (options.prefix_memory or options.prefix_dir is not None):
+        raise UserError("prefixes are kept for a cache on one device: leave --prefix-memory and --prefix-dir out, or --mesh")
     config = inputs.read_config(options.model, options.cache)
     inputs.calibrations(config, [options.cache], [options.calibration] if options.calibration else [])
     tokenizer = inputs.need_tokenizer(options.model, "serve text")
     template = None if options.chat_template is None else inputs.read_text(options.chat_template)
     size = engines.size_of(options, config)
+    placement = mesh.placement_of(options.mesh, [options.cache], config, size.slots, size.capacity, inputs.rows_dtype(options))
+    if options.prefix_memory is None:
+        options.prefix_memory = PREFIX_MEMORY if placement is None else 0
     with input_errors():
         bound = bound_socket(options.host, options.port)
         folder = None if options.prefix_dir is None else PrefixFolder(Path(options.prefix_dir), options.prefix_disk or PREFIX_DISK)
     store = PrefixStore(options.prefix_memory, folder) if options.prefix_memory or folder else None
-    engine = engines.loaded(options, size, options.queue, wait=False, prefixes=store)
+    engine = engines.loaded(options, size, options.queue, wait=False, prefixes=store, placement=placement)
     metrics = Metrics()
     worker = Worker(engine, metrics.first_token.observe)
     metrics.watch(worker)
     name = options.name or options.model.rstrip("/").rpartition("/")[2]
     service = Service(worker, tokenizer, name, metrics, chat_template=template, limits=Limits(body=options.max_body))
-    told = _told(options, name, size, bound)
+    told = _told(options, name, size, placement, bound)
     with interruption.spared():
         serve(create_app(service, api_key), worker, bound, lambda: _tell(options, told))
         if folder is not None:
@@ -110,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
         interruption.leave(0)  # an interpreter that is torn down beside a compiler crashes
 
 
-def _told(options: argparse.Namespace, name: str, size: Budget, bound: socket.socket) -> dict[str, Any]:
+def _told(options: argparse.Namespace, name: str, size: Budget, placement: kvq.Placement | None, bound: socket.socket) -> dict[str, Any]:
     host, port = bound.getsockname()[:2]
     return {
         "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
@@ -120,6 +127,7 @@ def _told(options: argparse.Namespace, name: str, size: Budget, bound: socket.so
         "slots": size.slots,
         "capacity": size.capacity,
         "cache_bytes": size.nbytes,
+        "mesh": None if placement is None else str(placement),
         "queue": options.queue,
         "prefix_memory": options.prefix_memory,
         "prefix_dir": options.prefix_dir,
@@ -132,7 +140,7 @@ def _tell(options: argparse.Namespace, told: dict[str, Any]) -> None:
         return
     print_line(
         f"[serving {told['name']} at {told['url']}/v1: {told['slots']} slots of {told['capacity']} tokens with {told['cache']}, "
-        f"{format_bytes(told['cache_bytes'])}; up to {told['queue']} more wait]"
+        f"{format_bytes(told['cache_bytes'])}{' on a mesh of ' + told['mesh'] if told['mesh'] else ''}; up to {told['queue']} more wait]"
     )
 
 

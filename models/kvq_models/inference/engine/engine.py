@@ -30,6 +30,7 @@ from kvq_jax.cache.accounting import nbytes
 from kvq_jax.cache.cache import init_cache, layout
 from kvq_jax.cache.serialization import fingerprint
 from kvq_jax.cache.spec import CacheSpec
+from kvq_jax.placement.placement import Placement
 from kvq_models.inference.decoding import implementations
 from kvq_models.inference.engine import programs
 from kvq_models.inference.engine.pieces import RowPieces
@@ -83,6 +84,9 @@ class Counts:
 class Engine:
     """B slots on one cache. Raises ValueError, in one line, where the cache does not fit the model or its parameters are missing.
 
+    placement: the mesh on which the slots' cache lies, as the model does. Heads and tokens can be split, rows cannot: a prompt is read in a
+    cache of one row. Prefixes are kept for caches on one device alone.
+
     prefixes: where the caches of prompts are kept for those that begin alike, with the bits that reading them again would give. The
     model's weights are hashed for it once. Prompts whose log-probabilities are asked for are always read.
     """
@@ -99,16 +103,20 @@ class Engine:
         widths: Sequence[int] = WIDTHS,
         implementation: Implementation = None,
         prefixes: PrefixStore | None = None,
+        placement: Placement | None = None,
     ):
         if queue_limit < 1 or not widths or min(widths) < 1:
             raise ValueError(f"a queue holds at least one request, and a chunk at least one token: {queue_limit=}, {widths=}")
+        if placement is not None and (prefixes is not None or placement.size("rows") > 1):
+            kept = "" if prefixes is None else " and a store of prefixes"
+            raise ValueError(f"slots on a mesh split heads and tokens and keep no prefixes: got {placement}{kept}")
         self.llama, self.queue_limit, self.implementation = llama, queue_limit, implementation
         self.widths = tuple(sorted({min(width, capacity) for width in widths}))
-        self.cache = init_cache(spec, llama.config, slots, capacity, dtype)
-        self._row = init_cache(spec, llama.config, 1, capacity, dtype)
+        self.cache = init_cache(spec, llama.config, slots, capacity, dtype, placement)
+        self._row = init_cache(spec, llama.config, 1, capacity, dtype, placement)
         parameters_for(llama, self.cache.spec)
         implementations(self.cache, implementation)
-        self._row_layout = layout(spec, llama.config, 1, capacity, dtype)
+        self._row_layout = layout(spec, llama.config, 1, capacity, dtype, placement)
         self.prefixes = prefixes
         if prefixes is not None:
             self._pieces = RowPieces(self._row)
@@ -184,10 +192,10 @@ class Engine:
         row = None
         for width, future in widths.items():
             try:
-                row = row or jax.device_put(jax.tree.map(lambda struct: np.zeros(struct.shape, struct.dtype), self._row_layout))
+                row = row or jax.tree.map(lambda one: jax.device_put(np.zeros(one.shape, one.dtype), one.sharding), self._row_layout)
                 tokens, lengths = np.zeros((1, width), np.int32), np.array([1], np.int32)
                 _, row = programs.prefill_chunk(self.llama, row, tokens, lengths, False, self.implementation)
-                row = dataclasses.replace(row, lengths=jax.device_put(np.zeros(1, np.int32)))
+                row = dataclasses.replace(row, lengths=jax.device_put(np.zeros(1, np.int32), self._row_layout.lengths.sharding))
                 future.set_result(None)
             except Exception as error:
                 future.set_exception(error)
@@ -298,6 +306,8 @@ class Engine:
             self._keep_scores(held, len(after), *(np.asarray(score) for score in scores))
         else:
             logits, self._row = programs.prefill_chunk(self.llama, self._row, tokens, lengths, False, self.implementation)
+            if logits.sharding != self._no_logits.sharding:  # on a mesh: or a row that is given up would be filled by another program
+                self._no_logits = jax.device_put(np.zeros(logits.shape, np.float32), logits.sharding)
         held.read += count
         self._remember(held, held.read - count, logits)
         self.counts.chunks += 1

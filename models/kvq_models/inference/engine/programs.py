@@ -42,7 +42,7 @@ def step_slots(
 @functools.partial(jax.jit, donate_argnames=("cache", "row"))
 def fill_slot(cache: Cache, row: Cache, slot: Int[Array, ""], logits: Float[Array, "1 V"], rules: RowRules) -> tuple[Drawn, Cache, Cache]:
     """Put a prefilled row into a slot and draw its first token. Return (the token, the slots, an empty row in the buffers of the old)."""
-    empty = init_cache(row.spec, row.dims, 1, row.capacity, row.dtype)
+    empty = init_cache(row.spec, row.dims, 1, row.capacity, row.dtype, row.placement)
     return draw(logits, rules), replace_row(cache, slot, row), empty
 
 
