@@ -49,8 +49,8 @@ def attend(
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
     windows = [] if holds_all else [attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
-    _, _, (values, _), _ = arguments
-    if plan.regions.axis is None and plan.v.sums_vectors and not values.adds_values:
+    _, (keys, _), (values, _), _ = arguments
+    if plan.regions.axis is None and plan.v.sums_vectors and not (keys.adds_scores or values.adds_values):
         of_body, _ = attention_in_pieces(*arguments, capacity=plan.regions.held_capacity, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
         return finished([*windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)

@@ -13,6 +13,7 @@ bytes Pallas computes offsets with 64 bits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,8 @@ from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
+STORED_SCORES = 32 << 20  # bytes of the scores that a launch reads or stores, for outliers: heads whose scores need more come after others
+
 
 def decode_attention(
     q: Float[Array, "B K G H"],
@@ -53,12 +56,41 @@ def decode_attention(
     (full-precision rows: to their dtype); scores, sums and the merge are fp32. Raises ValueError where the tuning's tile does not fit the
     contract.
     """
-    pieces, kept = attention_in_pieces(q, keys, values, limits, capacity=capacity, tuning=tuning, launch=launch)
+    batch, heads, group, _ = q.shape
+    stored = keys[0].adds_scores or values[0].adds_values
+    at_once = _heads_at_once(heads, 4 * batch * pl.next_power_of_2(group) * capacity) if stored else heads
+    parts: list[PartialAttention] = []
+    for first in range(0, heads, at_once):
+        if parts:  # the next heads' scores take the place of these, and nothing that is made for both is kept between
+            q, k_stored, o = lax.optimization_barrier((q, tuple(keys[1]), parts[-1].o))
+            keys, parts[-1] = (keys[0], k_stored), parts[-1]._replace(o=o)
+        parts.append(_attend_heads(q, keys, values, limits, range(first, first + at_once), capacity, tuning, launch))
+    return parts[0] if len(parts) == 1 else PartialAttention(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+
+
+def _heads_at_once(heads: int, nbytes: int) -> int:
+    """Return how many KV heads are attended to in one launch, with scores of `nbytes` for each: as many as STORED_SCORES holds."""
+    return next((h for h in range(heads, 1, -1) if heads % h == 0 and h * nbytes <= STORED_SCORES), 1)
+
+
+def _attend_heads(
+    q: Float[Array, "B K G H"],
+    keys: tuple[Reader, Sequence[Array]],
+    values: tuple[Reader, Sequence[Array]],
+    limits: Int[Array, " B"],
+    heads: range,
+    capacity: int,
+    tuning: Tuning | None,
+    launch: Launch,
+) -> PartialAttention:
+    pieces, kept = attention_in_pieces(q, keys, values, limits, capacity=capacity, heads=heads, tuning=tuning, launch=launch)
     part = merged([pieces], q.shape[2], launch=launch)
     if kept is None:
         return part
-    (v, v_stored), kept = values, kept[:, :, : q.shape[2]]
-    more = v.more_values(jnp.exp(kept * LN2 - part.m), v_stored, limits)
+    (v, v_stored), weights = values, jnp.exp(kept[:, :, : q.shape[2]] * LN2 - part.m)
+    if len(heads) < q.shape[1]:  # memory is short: nothing that comes of slots is there before the scores have become weights
+        weights, v_stored = lax.optimization_barrier((weights, tuple(v_stored)))
+    more = v.more_values(weights, v_stored, limits, heads.start)
     return part if more is None else part._replace(o=part.o + more)
 
 
@@ -69,39 +101,55 @@ def attention_in_pieces(
     limits: Int[Array, " B"],
     *,
     capacity: int,
+    heads: range | None = None,
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
-) -> tuple[Pieces, Float[Array, "B K R S"] | None]:
-    """Return what `decode_attention` merges, and all scores, in units of log2, where the values need them (`Reader.adds_values`)."""
-    batch, heads, group, channels = q.shape
+) -> tuple[Pieces, Float[Array, "B k R S"] | None]:
+    """Return what `decode_attention` merges, and all scores, in units of log2, where the values need them (`Reader.adds_values`).
+
+    heads: the KV heads that are attended to; all of them where it is None.
+    """
+    batch, all_heads, group, channels = q.shape
+    heads = range(all_heads) if heads is None else heads
     columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
     padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
-    more = k.more_scores(q.astype(jnp.float32) * (LOG2E * channels**-0.5), k_stored, limits, launch)
+    scaled = q.astype(jnp.float32)[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
+    more = k.more_scores(scaled, k_stored, limits, launch, first=heads.start)
     by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
-    added = () if more is None else (_padded(more, real).reshape(batch, heads, *by_slots),)
+    added = () if more is None else (_padded(more, real).reshape(batch, len(heads), *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     flat = [array for arrays in inputs for array in arrays]
-    schedule = Schedule(tuning.programs(batch * heads, capacity), tuning.tile, batch, heads)
+    schedule = Schedule(tuning.programs(batch * len(heads), capacity), tuning.tile, batch, len(heads))
     shapes = [jax.ShapeDtypeStruct((schedule.pieces, *shape), jnp.float32) for shape in ((real,), (real,), (channels, real))]
     if v.adds_values:
-        shapes.append(jax.ShapeDtypeStruct((batch, heads, *by_slots), jnp.float32))
+        shapes.append(jax.ShapeDtypeStruct((batch, len(heads), *by_slots), jnp.float32))
     limits = limits.astype(jnp.int32)
+    begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]  # an array: the kernel is one for all of them
     m, l, o, *kept = triton_call(
-        functools.partial(_kernel, readers=(k, v), counts=counts, schedule=schedule, capacity=capacity, asm=launch.asm, columns=columns),
+        functools.partial(
+            _kernel,
+            readers=(k, v),
+            counts=counts,
+            schedule=schedule,
+            all_heads=all_heads,
+            capacity=capacity,
+            asm=launch.asm,
+            columns=columns,
+        ),
         name="decode_attention",
         grid=(schedule.programs,),
-        in_specs=[whole_array_but(0, array, ()) for array in (limits, *flat)],
+        in_specs=[whole_array_but(0, array, ()) for array in (limits, *begin, *flat)],
         out_specs=[whole_array_but(0, shape, ()) for shape in shapes],
         out_shape=shapes,
         launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-    )(limits, *flat)
-    return Pieces(m, l, o, limits, schedule), kept[0].reshape(batch, heads, real, capacity) if kept else None
+    )(limits, *begin, *flat)
+    return Pieces(m, l, o, limits, schedule), kept[0].reshape(batch, len(heads), real, capacity) if kept else None
 
 
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
@@ -119,20 +167,34 @@ def _padded(rows: Float[Array, "B K G X"], count: int) -> Float[Array, "B K R X"
 
 
 def _kernel(
-    limits_ref: Any, *refs: Any, readers: tuple[Reader, Reader], counts: Any, schedule: Schedule, capacity: int, asm: bool, columns: int
+    limits_ref: Any,
+    *refs: Any,
+    readers: tuple[Reader, Reader],
+    counts: Any,
+    schedule: Schedule,
+    all_heads: int,
+    capacity: int,
+    asm: bool,
+    columns: int,
 ) -> None:
-    # refs: arrays of the query, the keys and the values, more scores (by slots) if there are any; then m [P, R], l [P, R] and o [P, H, R]
-    # of all pieces, and room for all scores (by slots) if the reader of values asks for them
-    program = pl.program_id(0)
+    # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys and the values, more scores (by slots) if
+    # there are any; then m [P, R], l [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need them
+    program, head = pl.program_id(0), 0
+    if schedule.heads < all_heads:
+        head, *refs = refs
+        head = head[0]
     begin, end = schedule.share(limits_ref, program)
 
     def read(at: Array) -> Array:
         run = schedule.run(limits_ref, at, end)
         inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
-        of_unit = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs, *outputs[3:])]
         ends = [sum(counts[: i + 1]) for i in range(4)]
-        query, keys, values, added = (of_unit[last - count : last] for last, count in zip(ends, counts, strict=True))
-        carry = _attend_run(run, query, keys, values, added, of_unit[ends[3] :], readers, schedule.tile, capacity, asm, columns)
+        whole = dataclasses.replace(schedule, heads=all_heads)
+        of_unit = [Unit(ref, run.row, run.head + head, whole) for ref in inputs[: ends[2]]]
+        of_scores = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])]
+        query, keys, values = (of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False))
+        added, kept = of_scores[: counts[3]], of_scores[counts[3] :]
+        carry = _attend_run(run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns)
         _store_piece(outputs[:3], program + run.row * schedule.heads + run.head, *carry)
         return at + run.end - run.first
 

@@ -150,4 +150,5 @@ class _At:
     unit: Unit
 
     def __getitem__(self, index: Any) -> Any:
-        return self.unit.ref.at[self.unit.place(index)]
+        place = (jnp.int32(at) if isinstance(at, int) else at for at in self.unit.place(index))  # Pallas asks indices for their shape
+        return self.unit.ref.at[tuple(place)]

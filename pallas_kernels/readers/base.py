@@ -103,17 +103,26 @@ class Reader(abc.ABC):
         return False
 
     def more_values(
-        self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
-    ) -> Float[Array, "B K G H"] | None:
-        """Return what is to be added to the weighted values of the first limits[b] tokens; None for nothing."""
+        self, weights: Float[Array, "B k G S"], stored: Sequence[Array], limits: Int[Array, " B"], first: int = 0
+    ) -> Float[Array, "B k G H"] | None:
+        """Return what is to be added to the weighted values of the first limits[b] tokens; None for nothing.
+
+        first: the KV head that the weights begin with; of `stored` come all.
+        """
         return None
 
     def more_scores(
-        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
-    ) -> Float[Array, "B K G S"] | None:
+        self,
+        q: Float[Array, "B k G H"],
+        stored: Sequence[Array],
+        limits: Int[Array, " B"],
+        launch: Launch,
+        turned: Turn | None = None,
+        first: int = 0,
+    ) -> Float[Array, "B k G S"] | None:
         """Return what is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing.
 
-        turned: the rotation of keys that are stored before RoPE.
+        turned: the rotation of keys that are stored before RoPE. first: the KV head that q begins with; of `stored` come all.
         """
         return None
 

@@ -97,16 +97,22 @@ class CodebookReader(Reader):
         return self.pool > 0
 
     def more_values(
-        self, weights: Float[Array, "B K G S"], stored: Sequence[Array], limits: Int[Array, " B"]
-    ) -> Float[Array, "B K G H"] | None:
+        self, weights: Float[Array, "B k G S"], stored: Sequence[Array], limits: Int[Array, " B"], first: int = 0
+    ) -> Float[Array, "B k G H"] | None:
         index, residual, ends = stored[-3:]
-        return outlier_values(weights, index, residual, ends, limits, self.layout.channels) if self.pool else None
+        return outlier_values(weights, index, residual, ends, limits, self.layout.channels, first) if self.pool else None
 
     def more_scores(
-        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
-    ) -> Float[Array, "B K G S"] | None:
+        self,
+        q: Float[Array, "B k G H"],
+        stored: Sequence[Array],
+        limits: Int[Array, " B"],
+        launch: Launch,
+        turned: Turn | None = None,
+        first: int = 0,
+    ) -> Float[Array, "B k G S"] | None:
         index, residual, ends = stored[-3:]
-        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool) if self.pool else None
+        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool, first) if self.pool else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":

@@ -94,12 +94,18 @@ class RotatedReader(Reader):
         return query_planes(q * factor, count), *positions
 
     def more_scores(
-        self, q: Float[Array, "B K G H"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, turned: Turn | None = None
-    ) -> Float[Array, "B K G S"] | None:
+        self,
+        q: Float[Array, "B k G H"],
+        stored: Sequence[Array],
+        limits: Int[Array, " B"],
+        launch: Launch,
+        turned: Turn | None = None,
+        first: int = 0,
+    ) -> Float[Array, "B k G S"] | None:
         if not self.inner.adds_scores:
             return None
         inner, frequencies, factor, starts = self._apart(stored)
-        return self.inner.more_scores(q * factor, inner, limits, launch, turn(frequencies, starts))
+        return self.inner.more_scores(q * factor, inner, limits, launch, turn(frequencies, starts), first)
 
     def _apart(self, stored: Sequence[Array]) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
         """Return the other reader's arrays, the frequencies, the attention factor and the position of each span's first token."""

@@ -31,7 +31,7 @@ LANES = 32  # slots that a program reads at once
 
 
 def outlier_scores(
-    q: Float[Array, "B K G H"],
+    q: Float[Array, "B k G H"],
     index: UInt16[Array, "B n P"],
     residual: Array,
     ends: UInt16[Array, "B n K"],
@@ -39,10 +39,12 @@ def outlier_scores(
     turned: Turn | None,
     launch: Launch,
     pool: int,
-) -> Float[Array, "B K G S"]:
+    first: int = 0,
+) -> Float[Array, "B k G S"]:
     """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens; unspecified for tokens from limits[b] on.
 
-    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two.
+    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two. first: the
+    KV head that q begins with.
     """
     batch, heads, group, channels = q.shape
     pools = index.shape[1]
@@ -54,6 +56,7 @@ def outlier_scores(
         grid=(batch, heads, pools),
         in_specs=[
             pl.BlockSpec((1,), lambda b, k, p: (b,)),
+            pl.BlockSpec((1,), lambda b, k, p: (0,)),
             *(whole_array_but(1, array, (0,)) for array in (ends, index, residual)),
             whole_array_but(2, q, (0, 1)),
             *(whole_array_but(0, table, ()) for table in tables),
@@ -63,40 +66,58 @@ def outlier_scores(
         launch=launch,
         num_warps=max(1, pool // 32),
         num_stages=1,
-    )(limits.astype(jnp.int32), ends, index, residual, q.astype(jnp.float32), *tables)
+    )(limits.astype(jnp.int32), jnp.full((1,), first, jnp.int32), ends, index, residual, q.astype(jnp.float32), *tables)
     return scores
 
 
 def outlier_values(
-    weights: Float[Array, "B K G S"],
+    weights: Float[Array, "B k G S"],
     index: UInt16[Array, "B n P"],
     residual: Array,
     ends: UInt16[Array, "B n K"],
     limits: Int[Array, " B"],
     channels: int,
-) -> Float[Array, "B K G H"]:
+    first: int = 0,
+) -> Float[Array, "B k G H"]:
     """Return the sum over the first limits[b] tokens and their slots of weight * residual, at the slot's channel; fp32.
 
-    This is XLA's scatter, which on a GPU adds in any order.
+    first: the KV head that the weights begin with. This is XLA's scatter, which on a GPU adds in any order. So that XLA stores nothing as
+    long as the slots but some of their bits, there is no sum along an axis, and no bounds of a gather to check.
     """
     batch, heads, group, tokens = weights.shape
     pools, slots = index.shape[1:]
-    place, rows = index.astype(jnp.int32), jnp.arange(batch)[:, None, None]
-    head = jnp.sum(jnp.arange(slots)[None, None, :, None] >= ends.astype(jnp.int32)[:, :, None], axis=-1)  # `heads` of an unused slot
-    token = (tokens // pools * jnp.arange(pools))[None, :, None] + place // channels
-    of_head = weights[rows, jnp.minimum(head, heads - 1), :, jnp.minimum(token, tokens - 1)]  # [B, n, P, G]
-    counted = (token < limits[:, None, None]) & (head < heads)
+    pool, rows = tokens // pools, jnp.arange(batch)[:, None, None]
+    place, channel = (index // channels).astype(jnp.int32), (index % channels).astype(jnp.int32)  # unsigned: no signs to look at
+    slot, head_ends = jnp.arange(slots)[None, None], ends[..., None].astype(jnp.int32)
+    head = sum((slot >= head_ends[:, :, k]).astype(jnp.int32) for k in range(first, first + heads))  # `heads` of a slot behind theirs
+    begun = slot >= (head_ends[:, :, first - 1] if first else 0)
+    token = pool * jnp.arange(pools)[None, :, None] + jnp.minimum(place, pool - 1)
+    of_head = weights.at[rows, jnp.minimum(head, heads - 1), :, token].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )  # [B, n, P, G]
+    counted = begun & (head < heads) & (token < limits[:, None, None])
     added = jnp.where(counted[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)
-    values = jnp.zeros((batch, heads, channels, group), jnp.float32).at[rows, head, place % channels].add(added, mode="drop")
+    values = (
+        jnp.zeros((batch, heads, channels, group), jnp.float32).at[rows, head, channel].add(added, mode="drop", wrap_negative_indices=False)
+    )
     return jnp.swapaxes(values, 2, 3)
 
 
 def _scores_kernel(
-    limit_ref: Any, ends_ref: Any, index_ref: Any, residual_ref: Any, q_ref: Any, *refs: Any, group: int, channels: int, pool: int
+    limit_ref: Any,
+    first_ref: Any,
+    ends_ref: Any,
+    index_ref: Any,
+    residual_ref: Any,
+    q_ref: Any,
+    *refs: Any,
+    group: int,
+    channels: int,
+    pool: int,
 ) -> None:
     # ends [n, K]; index, residual [n, P]; q [G, H]; the tables of a Turn or nothing; then the scores [G, S]
     *tables, out_ref = refs
-    head, number, half = pl.program_id(1), pl.program_id(2), channels // 2
+    head, number, half = first_ref[0] + pl.program_id(1), pl.program_id(2), channels // 2
     lanes, tokens = (lax.broadcasted_iota(jnp.int32, (size,), 0) for size in (LANES, pool))
     end = ends_ref[number, head].astype(jnp.int32)
     begin = jnp.where(head > 0, ends_ref[number, jnp.maximum(head - 1, 0)].astype(jnp.int32), 0)

@@ -29,8 +29,7 @@ CONFIG, CAPACITY = llama_config(1), 10 << 20  # at any length XLA joins the weig
 
 @pytest.mark.parametrize(("spec", "heads", "tokens"), [("kivi:bits=4", 8, 1), ("kivi:bits=4", 2, 4), ("kvquant:bits=3", 1, 8)])
 def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(spec: str, heads: int, tokens: int):
-    """Keys after RoPE, and before it, which are rotated to where each shard's blocks stand; outliers, whose kernels keep two fp32 scores
-    for each query head and token."""
+    """Keys after RoPE, and before it, which are rotated to where each shard's blocks stand; outliers, whose kernels keep scores."""
     placement = kvq.Placement(mesh_of(H200, {"heads": heads, "tokens": tokens}), heads="heads", tokens="tokens")
     cache = kvq.layout(spec, CONFIG, 1, CAPACITY, "bfloat16", placement)
 
@@ -45,9 +44,7 @@ def test_a_step_on_eight_gpus_moves_one_token_and_needs_little_memory(spec: str,
     local, memory = placement.shard_nbytes(cache.axes.layers[0]), program.compiled.memory_analysis()
     assert any(name.startswith("decode_attention") for name in program.kernels), f"no kernel among {sorted(program.kernels)}"
     assert memory.alias_size_in_bytes >= 0.99 * local, "the donated cache is not updated in place"
-    plan = cache.plans[0]
-    kept = sum(4 * CONFIG.num_attention_heads // heads * plan.regions.held_capacity for c in plan.codecs if c.outlier_slots(plan.heads))
-    assert memory.temp_size_in_bytes < local / 20 + kept, f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
+    assert memory.temp_size_in_bytes < local / 20, f"temp {memory.temp_size_in_bytes} beside {local} bytes of the cache"
     most = max(CONFIG.hidden_size, CONFIG.num_attention_heads * (CONFIG.head_dim + 1)) * 4
     found = collectives(program.compiled)
     assert len(found) == memory_mesh.collectives(CONFIG, "bfloat16", placement), f"{found}: `kvq memory` counts others"

@@ -13,7 +13,7 @@ import pytest
 
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.codecs.kernel_readers import nonuniform
-from pallas_kernels.decode_attention import matvec
+from pallas_kernels.decode_attention import kernel, matvec
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
@@ -124,6 +124,23 @@ def test_every_length_equals_the_reference_on_the_same_codes(case):
 @each
 def test_garbage_in_unused_capacity_does_not_leak(case):
     check_garbage(case, SHORT, TUNING, INTERPRETED)
+
+
+def test_heads_come_one_after_the_other_where_scores_of_all_need_too_much_memory(monkeypatch):
+    """Each has one barrier before its weights are used, and all but the first have one that waits for the head before."""
+    case = CASES[0]
+    arrays = [side.arrays for side in sides_of(case, SHORT)]
+    at_once = outputs(case, arrays, SHORT, TUNING, INTERPRETED)
+    monkeypatch.setattr(kernel, "STORED_SCORES", 1)
+    attend.clear_cache()
+    text = (
+        jax.jit(lambda *args: attend(case, *args, SHORT, TUNING, INTERPRETED)).lower(case.q, *arrays, jnp.asarray(SHORT.limits)).as_text()
+    )
+    assert text.count("stablehlo.optimization_barrier") == 2 * HEADS - 1
+    apart = outputs(case, arrays, SHORT, TUNING, INTERPRETED)
+    attend.clear_cache()
+    assert row_errors(apart, at_once).max() < 1e-5
+    assert row_errors(apart[:, ::-1], at_once).max() > 5 * TOLERANCE, "the heads could be exchanged"
 
 
 def check_products(case: Case, launch: Launch) -> None:
