@@ -181,8 +181,7 @@ def _kernel(
     # there are any; then m [P, R], l [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need them
     program, head = pl.program_id(0), 0
     if schedule.heads < all_heads:
-        head, *refs = refs
-        head = head[0]
+        head, refs = refs[0][0], refs[1:]
     begin, end = schedule.share(limits_ref, program)
 
     def read(at: Array) -> Array:
