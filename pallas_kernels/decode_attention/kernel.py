@@ -53,8 +53,8 @@ def decode_attention(
     """Attend with one query token of each sequence to its first limits[b] of `capacity` stored tokens; contract above.
 
     q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q, probabilities and dequantized values to fp16
-    (full-precision rows: to their dtype); scores, sums and the merge are fp32. Raises ValueError where the tuning's tile does not fit the
-    contract.
+    (full-precision rows: to their dtype); scores, sums and the merge are fp32. Where scores are stored, for outliers, KV heads come in
+    groups whose scores fit STORED_SCORES. Raises ValueError where the tuning's tile does not fit the contract.
     """
     batch, heads, group, _ = q.shape
     stored = keys[0].adds_scores or values[0].adds_values

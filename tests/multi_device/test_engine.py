@@ -45,8 +45,9 @@ def test_slots_on_a_mesh_give_the_tokens_of_one_device_and_compile_once(caplog):
     engine.warm_up()
     with jax.log_compiles():
         found = answers(engine)
-    assert "Finished XLA compilation" not in caplog.text
-    assert found == answers(engine_of(""))
+        assert "Finished XLA compilation" not in caplog.text
+        assert found == answers(engine_of(""))
+        assert "Finished XLA compilation" in caplog.text, "an engine without a warm-up compiles nothing"
     assert all(len(tokens) == 12 for tokens in found)
     assert len({token for tokens in found for token in tokens}) > 4, "one token over and over"
 

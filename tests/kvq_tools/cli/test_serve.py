@@ -75,6 +75,7 @@ def test_a_server_answers_what_it_accepted_after_sigterm(serving, tmp_path: path
         (("--host", "256.1.1.1"), "not known|resolve|getaddrinfo|service"),
         (("--api-key", ""), "the API key is empty"),
         (("--prefix-disk", "1GiB"), "--prefix-disk needs --prefix-dir"),
+        (("--mesh", "heads=2", "--prefix-memory", "1MiB"), "leave --prefix-memory and --prefix-dir out, or --mesh"),
         (("--chat-template", "nowhere.jinja"), "nowhere.jinja"),
         (("--cache", "kvquant:outliers=0"), "needs a calibration"),
     ],
