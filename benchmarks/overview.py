@@ -42,6 +42,9 @@ CACHES = (
     "k=polarquant+v=kivi:bits=4",
     "xquant:bits=4",
     "xquant_cl:bits=2",
+    "turboquant:bits=3",
+    "waterfill:bits=2.5",
+    "waterfill:bits=4",
 )
 
 
