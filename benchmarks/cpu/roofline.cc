@@ -45,7 +45,8 @@ static Side fill(const Body& body, int64_t tokens, Memory& memory) {
   Side side{};
   side.body = body;
   static float table[16], turns[1 << 20];
-  side.table = table, side.turns = {turns, turns, 1 + (tokens - 1) / kDecoded};
+  const int64_t runs = (tokens + kDecoded - 1) / kDecoded;
+  side.table = table, side.turns = {turns, turns, turns, std::min(runs, kNear), (runs + kNear - 1) / kNear};
   const int64_t float_words = body.scale_type == kFloat32 ? 2 : 1, mask = body.scale_type == kFloat32 ? 0 : 0x2FFF;
   if (body.form == kRows) {
     side.scale = memory.take(tokens * body.channels * float_words, mask);

@@ -101,8 +101,8 @@ struct Codes {
       if (kTwoSets) code |= ((high >> high_shift) & mask[1]) << apart;
       return table.at(code);
     }
-    Uints bits = ((low << low_shift) & mask[0]) | exponent;
-    if (kTwoSets) bits |= (high << high_shift) & mask[1];
+    Uints bits = masked_or(low << low_shift, mask[0], exponent);
+    if (kTwoSets) bits = masked_or(high << high_shift, mask[1], bits);
     return (Floats)bits;
   }
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import subprocess
 
 import pytest
 
@@ -32,6 +33,16 @@ def test_the_page_compares_with_the_larger_bound(tmp_path: pathlib.Path):
     text = roofline.page(report, tmp_path / "roofline.json")
     assert "| 64 | dense | 4.00 | 0.200 | 0.100 | 0.500 | 2.5 | 1.25 |" in text, "bound by bytes"
     assert "| 64 | kivi:bits=2 | 0.25 | 0.013 | 0.100 | 0.200 | 2.0 | - |" in text, "bound by products"
+
+
+def test_the_program_fits_the_kernel_that_it_times():
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler is on the PATH")
+    done = subprocess.run(
+        [compiler, "-std=c++17", "-fsyntax-only", f"-I{roofline.SOURCES}", str(roofline.PROGRAM)], capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr[:2000]
 
 
 @pytest.mark.exhaustive
