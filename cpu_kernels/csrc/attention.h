@@ -11,6 +11,7 @@
 
 #include "decoded.h"
 #include "exact.h"
+#include "transposed.h"
 
 namespace {
 
@@ -25,7 +26,7 @@ struct Attention {
   const bool k_decoded, v_decoded;
   int64_t channels, blocks, k_groups, v_groups;
   float *q, *scaled, *sums, *scores, *weights, *query_sums, *zero_sums, *largest, *total, *bias;
-  float *token_scale, *token_zero, *elements, *scale, *zero, *angle_scale, *angle_zero;
+  float *token_scale, *token_zero, *elements, *scale, *zero, *angle_scale, *angle_zero, *transposed;
 
   explicit Attention(const Span& given)
       : span(given), k(*given.k), v(*given.v), keys(k, given.keys), values(v, given.values), k_decoded(k.decoded()), v_decoded(v.decoded()) {
@@ -52,6 +53,7 @@ struct Attention {
     scale = take(widest + kLanes), zero = take(widest + kLanes), angle_scale = take(widest + kLanes), angle_zero = take(widest + kLanes);
     keys.find_bundles(take(kvq::bundle_floats(k)));
     values.find_bundles(take(kvq::bundle_floats(v)));
+    transposed = take(kvq::transposed_floats(k));
   }
 
   int64_t rows_of(int64_t block) const { return minimum(kRowBlock, span.rows - block * kRowBlock); }
@@ -110,8 +112,9 @@ struct Attention {
   }
 
   // Scores of the tile of `live` tokens from `first` on.
-  void score_tile(int64_t first, int64_t live) {
+  void score_tile(const Transposed& across, int64_t first, int64_t live) {
     if (k_decoded) return score_decoded(first, live);
+    if (Transposed::served(k)) return score_transposed(across, first, live);
     if (k.affine == kvq::kChannelGroups) {
       load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
       if (k.group % kLanes == 0) {
@@ -136,6 +139,25 @@ struct Attention {
         if (grouped) scale_queries(b, scaled);
         const float* own = grouped ? scaled : q_of(b);
         score<Scaling::kNone>(keys, rows_of(b), own, first, at, minimum(at + step, live), {nullptr, bias_of_block(b)}, scores_of(b));
+      }
+    }
+  }
+
+  // Scores of whole spans: those of tokens from `live` on may be anything.
+  void score_transposed(const Transposed& across, int64_t first, int64_t live) {
+    const bool scaled_tokens = k.affine == kvq::kChannelGroups, grouped = k.affine == kvq::kTokenGroups;
+    if (scaled_tokens) load_token_scales(k, span.keys, span.capacity, first, live, token_scale, token_zero);
+    const int64_t step = grouped ? divisor(k.group, k.span) : k.span;
+    for (int64_t at = 0; at < live; at += step) {
+      if (at % k.span == 0) across.read(first + at);
+      const bool begins = at == 0 || (first + at) % k.group == 0;
+      if (grouped && begins) load_stored_scales(k, span.keys, (first + at) / k.group, scale, zero);
+      for (int64_t b = 0; b < blocks; b++) {
+        if (grouped && (begins || blocks > 1)) scale_queries(b, scaled);
+        float starts[kRowBlock];
+        for (int64_t r = 0; r < rows_of(b); r++) starts[r] = scaled_tokens ? 0 : sum_of_lanes(load(bias_of_block(b) + r * kLanes));
+        const Affinity affinity = scaled_tokens ? Affinity{token_scale + at, token_zero + at} : Affinity{};
+        across.score(rows_of(b), grouped ? scaled : q_of(b), at % k.span, step, starts, query_sums + b * kRowBlock * k_groups, affinity, scores_of(b) + at);
       }
     }
   }
@@ -329,9 +351,10 @@ struct Attention {
   void run() {
     start();
     if (span.windows) run_windows();
+    const Transposed across(keys, transposed);
     for (int64_t first = span.first; first < span.last; first += kTile) {
       const int64_t live = minimum(kTile, span.last - first);
-      score_tile(first, live);
+      score_tile(across, first, live);
       for (int64_t b = 0; b < blocks; b++) weights_of_tile(b, first, live);
       weigh_tile(first, live);
     }

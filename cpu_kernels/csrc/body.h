@@ -136,6 +136,13 @@ constexpr int64_t kBundleFloats = 19;
 // Bundles (codes.h), one for 4 channels at most, and one number more for each slot.
 KVQ_INLINE int64_t bundle_floats(const Body& body) { return body.slots * (body.padded() / 4 * kBundleFloats + 1); }
 
+// Transposed words of a span, for up to 16 lanes, and where each vector's codes are (transposed.h).
+KVQ_INLINE int64_t transposed_floats(const Body& body) {
+  if (body.decoded()) return 0;
+  const int64_t rows = body.span / body.slots, vectors = body.padded() / 4;
+  return (rows < 16 ? 16 : rows) * (body.row_words(0) + body.row_words(1)) + 2 * vectors * body.span + 2 * vectors;
+}
+
 KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   const int64_t padded = row_blocks(rows) * kRowBlock, widest = k.row_floats() > v.row_floats() ? k.row_floats() : v.row_floats();
   const int64_t k_groups = k.channel_groups() + 1, v_groups = v.channel_groups() + 1, groups = k_groups > v_groups ? k_groups : v_groups;
@@ -147,7 +154,8 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
          + 2 * kTile * groups + kTile * widest       // scales and zero points of tokens; scales of each element, or vectors
          + 4 * (widest + lanes)                      // scales and zero points of channels, and of angles
          + bundle_floats(k) + bundle_floats(v)       // where codes are
-         + 16 * 24;                                  // alignment
+         + transposed_floats(k)                      // words
+         + 16 * 25;                                  // alignment
 }
 
 using AttendSpan = void (*)(const Span&);

@@ -59,7 +59,7 @@ struct Packed {
   }
 
   // Whether the bundles of all slots hold the same vectors in the same places.
-  bool alike() const { return body.slots == 1 || body.chunks % (body.row_words(0) / body.width) == 0; }
+  static bool alike(const Body& body) { return body.slots == 1 || body.chunks % (body.row_words(0) / body.width) == 0; }
 
   // The run from token number `at` of the tile that begins at token `start`, up to number `to` at most.
   Run run_from(int64_t start, int64_t at, int64_t to) const {
@@ -216,7 +216,7 @@ void weigh(const Packed& packed, int64_t rows, const Weights& weights, int64_t s
   Run runs[kTile];
   int64_t count = 0;
   for (int64_t at = from; at < to; at += runs[count++].count) runs[count] = packed.run_from(start, at, to);
-  const int64_t together = packed.alike() ? count : 1;
+  const int64_t together = Packed::alike(packed.body) ? count : 1;
   packed.with_codes([&](const auto& numbers) {
     for_rows(rows, [&](auto number) {
       constexpr int R = decltype(number)::value;
