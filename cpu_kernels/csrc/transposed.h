@@ -64,7 +64,9 @@ class Transposed {
           for (int set = 0; set < 2; set++) {
             const auto& field = bundle->fields[j];
             places_[2 * field.vector + set] = bundle->place[set];
-            for (int64_t t = slot * rows(); t < (slot + 1) * rows(); t++)
+            int64_t t = slot * rows();
+            for (; t + kLanes <= (slot + 1) * rows(); t += kLanes) shift(t / kLanes, field.vector, set) = shift_by(field.shift[set]);
+            for (; t < (slot + 1) * rows(); t++)
               reinterpret_cast<int32_t*>(&shift(t / kLanes, field.vector, set))[t % kLanes] = field.shift[set];
           }
   }
