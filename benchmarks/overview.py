@@ -161,7 +161,8 @@ def page(report: OverviewReport, file: pathlib.Path) -> str:
         f"{len(measured.window_kl)} windows of {report.window} tokens, of each the first {report.prompt} prefilled and the others decoded "
         "one after the other; brackets hold 95 % bootstrap intervals over the windows. Bits there are those of a body element of that "
         "smaller model, where fewer elements share a scale. The last column is the share of the tokens before a scored one that lay in the "
-        "cache's body, which all but `dense` quantize. Each cache has its method's default windows; `kvquant` is calibrated on "
+        "cache's body, which all but `dense` quantize. Each cache has its method's default windows; "
+        "`kvquant` and `waterfill` are calibrated on "
         f"{report.calibration_text}."
     )
     return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows)), verdict(report)])

@@ -72,11 +72,15 @@ def bodies(spec: str, head_dim: int, tokens: int) -> tuple[Body, Body]:
     return k, v
 
 
+def compiler() -> str:
+    """Return the path of a C++ compiler. Raises ValueError without one."""
+    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return found
+    raise ValueError("no C++ compiler (c++, g++ or clang++) is on the PATH")
+
+
 def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
     """Compile the program with the kernel for these instructions alone. Raises ValueError without a compiler, or where it fails."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
-        raise ValueError("no C++ compiler (c++, g++ or clang++) is on the PATH")
     flags = ("-std=c++17", "-O3", "-pthread", f"-I{SOURCES}", *FLAGS.get(kernel, ()))
     parts = [SOURCES / f"attention_{kernel if kernel in FLAGS else 'baseline'}.cc", SOURCES / "split.cc", PROGRAM]
     # best_kernel() must choose this variant, so it stands in the place of all
@@ -84,7 +88,7 @@ def build(kernel: str, folder: pathlib.Path) -> pathlib.Path:
         f"-Dattend_span_{name}=attend_span_{kernel}" for name in ("baseline", "avx2", "avx512") if kernel in FLAGS and name != kernel
     ]
     made = folder / f"roofline_{kernel}"
-    done = subprocess.run([compiler, *flags, *aliases, *map(str, parts), "-o", str(made)], capture_output=True, text=True, check=False)
+    done = subprocess.run([compiler(), *flags, *aliases, *map(str, parts), "-o", str(made)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the benchmark was not compiled: {done.stderr[:2000]}")
     return made

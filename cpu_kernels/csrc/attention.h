@@ -1,7 +1,8 @@
 // Attention over a run of body tokens, for the processor that the translation unit is compiled for.
 //
 //   scores   q . (code s + z)  =  sum_c (q s)_c code_c + q . z      groups of tokens, or one scale for each channel: s meets the query once
-//                              =  sum_g q_g . (code s + z)_g        groups of channels: s and z meet the code
+//                              =  sum_g q_g . (code s + z)_g        groups of channels: s and z meet the code, or,
+//                                                                   where words are transposed, the sums over a group
 //   values   p . (code s + z)  =  (sum_t p_t code_t) s + (sum_t p_t) z     groups of tokens, or of channels: s meets the weighted sum
 //                              =  sum_t (p s)_t code_t + sum_t p_t z_t     groups of channels: s meets the weight
 //
@@ -157,7 +158,8 @@ struct Attention {
         float starts[kRowBlock];
         for (int64_t r = 0; r < rows_of(b); r++) starts[r] = scaled_tokens ? 0 : sum_of_lanes(load(bias_of_block(b) + r * kLanes));
         const Affinity affinity = scaled_tokens ? Affinity{token_scale + at, token_zero + at} : Affinity{};
-        across.score(rows_of(b), grouped ? scaled : q_of(b), at % k.span, step, starts, query_sums + b * kRowBlock * k_groups, affinity, scores_of(b) + at);
+        const float *own = grouped ? scaled : q_of(b), *own_sums = query_sums + b * kRowBlock * k_groups;
+        across.score(rows_of(b), own, at % k.span, step, starts, own_sums, affinity, scores_of(b) + at);
       }
     }
   }
@@ -348,9 +350,7 @@ struct Attention {
     if (count) add_exact(stored_keys, stored_values, count);
   }
 
-  void run() {
-    start();
-    if (span.windows) run_windows();
+  void run_body() {
     const Transposed across(keys, transposed);
     for (int64_t first = span.first; first < span.last; first += kTile) {
       const int64_t live = minimum(kTile, span.last - first);
@@ -358,6 +358,12 @@ struct Attention {
       for (int64_t b = 0; b < blocks; b++) weights_of_tile(b, first, live);
       weigh_tile(first, live);
     }
+  }
+
+  void run() {
+    start();
+    if (span.windows) run_windows();
+    else run_body();
     finish();
   }
 };

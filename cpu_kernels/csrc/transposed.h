@@ -158,7 +158,7 @@ class Transposed {
 
 #else
 
-// SSE2 and NEON: sums over four lanes cost little, and words are not transposed.
+// SSE2 and NEON: words are not transposed.
 class Transposed {
  public:
   Transposed(const Packed&, float*) {}
