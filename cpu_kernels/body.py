@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 Affine = Literal["token groups", "channel groups", "channels"]
-Form = Literal["codes", "rows", "polar"]
+Form = Literal["codes", "rows", "polar", "runs"]
 _AFFINE = ("token groups", "channel groups", "channels")
-_FORMS = ("codes", "rows", "polar")
+_FORMS = ("codes", "rows", "polar", "runs")
+RUN_WIDTHS = 8
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -19,14 +20,15 @@ class Body:
     """vector[t, c] = entry(code[t, c]) * scale + zero, the entry being the code itself or that of a table. Static and hashable.
 
     form: "codes" are that; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar" keys are (r cos(a), r sin(a)) for each of
-    H / 2 pairs, from codes radius << angle_bits | angle, with r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise.
+    H / 2 pairs, from codes radius << angle_bits | angle, with r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise. "runs" are
+    rows in a calibrated order, of channels in runs of one width each (csrc/runs.h), keys where `rotated` and values where not.
 
     bits, low_bits: of a code, and those of its first plane set. channels: H, or H / 2 of polar keys. chunks, width, slots, span: of the
     plane layout (c, W, n, P). affine: what has a scale and a zero point of its own; stored are [S / group, H] for "token groups", [H /
     group, S] for "channel groups", [H] for "channels". heads: neighbouring heads that share them. scale_dtype: theirs; 16-bit floats come
     as uint16 that holds their bits. centre: the code that stands for 0 where no zero point is stored, else None. table: codes index a table
     of 2^bits entries, fp32. pool: the tokens that share slots for outliers, which are added, of residual_dtype; 0 for none. rotated: keys
-    before RoPE, to be rotated.
+    before RoPE, to be rotated. run_channels: how many channels are stored with 1, 2, ... bits.
     """
 
     bits: int
@@ -48,14 +50,15 @@ class Body:
     angle_bits: int = 0
     residual_dtype: str = "float16"
     root: bool = False
+    run_channels: tuple[int, ...] = (0,) * RUN_WIDTHS
 
     def fields(self) -> np.ndarray:
         """Return the fields as the kernels read them, int64."""
-        numbers = dataclasses.asdict(self) | {
+        numbers: dict[str, Any] = dataclasses.asdict(self) | {
             "affine": _AFFINE.index(self.affine),
             "scale_dtype": _DTYPES.index(self.scale_dtype),
             "residual_dtype": _DTYPES.index(self.residual_dtype),
             "centre": -1 if self.centre is None else self.centre,
             "form": _FORMS.index(self.form),
         }
-        return np.array(list(numbers.values()), np.int64)
+        return np.hstack(list(numbers.values())).astype(np.int64)

@@ -25,6 +25,8 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.types.array_types import Tree
+from kvq_jax.types.rope import rotate
 
 
 def one_dot(
@@ -117,16 +119,19 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Im
         outputs, after = [inputs.q_rot], []
         for state in states:
             own = dataclasses.replace(inputs, q_rot=outputs[-1])
-            out, state, _ = decode_layer(plan, (), state, own, (), implementation)
+            out, state, _ = decode_layer(plan, params, state, own, (), implementation)
             outputs.append(out)
             after.append(state)
         return outputs[1:], after
 
+    params = _parameters(plan)
     states, inputs = [random_layer(plan, shape.batch, "float32") for _ in range(_layers(shape))], _inputs(shape)
     memory = decode.lower(states[:1], inputs).compile().memory_analysis()
     program = decode.lower(states, inputs).compile()
     outputs, states = program(states, inputs)
-    error = relative_error(outputs[0][:1], _reference(plan, *first_row((states[0], inputs))))
+    error = relative_error(
+        outputs[0][:1], _reference(plan, params, *first_row((states[0], dataclasses.replace(inputs, rope=None))), inputs.rope)
+    )
     held = [states]
 
     def step() -> None:
@@ -137,10 +142,10 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Im
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reference(plan: LayerPlan, state: LayerState, inputs: kvq.LayerInputs) -> Array:
+def _reference(plan: LayerPlan, params: Tree, state: LayerState, inputs: kvq.LayerInputs, rope: kvq.Rope) -> Array:
     """Return attention by its definition over the rows that a cache stands for."""
     lengths = inputs.positions[:, 0] + 1
-    k, v = reference.decode_vectors(plan, (), state, lengths, inputs.rope)
+    k, v = reference.decode_vectors(plan, params, state, lengths, rope)
     return reference.attend(inputs.q_rot, k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, None, None])
 
 
@@ -149,7 +154,16 @@ def _inputs(shape: Shape) -> kvq.LayerInputs:
     q = _normal((shape.batch, heads, 1, shape.head_dim), "float32", 3)
     k, v = (_normal((shape.batch, shape.kv_heads, 1, shape.head_dim), "float32", seed) for seed in (4, 5))
     positions = jnp.full((shape.batch, 1), shape.tokens, jnp.int32)
-    return kvq.LayerInputs(None, None, q, None, k, v, positions, jnp.ones((shape.batch, 1), bool), None)
+    half = shape.head_dim // 2
+    rope = kvq.Rope(jnp.asarray(1e4 ** (-np.arange(half) / half), jnp.float32), jnp.ones((), jnp.float32))
+    return kvq.LayerInputs(None, None, q, k, rotate(k, positions, rope), v, positions, jnp.ones((shape.batch, 1), bool), rope)
+
+
+def _parameters(plan: LayerPlan) -> Tree:
+    """Return what methods are calibrated for, from random rows; () where no side needs any."""
+    rows = np.random.default_rng(6).standard_normal((2, 512, plan.heads, plan.head_dim), np.float32)
+    sides = [codec.calibrate(*rows) if codec.parameters(plan.heads) else () for codec in plan.codecs]
+    return jax.tree.map(jnp.asarray, tuple(sides)) if any(sides) else ()
 
 
 def _normal(shape: tuple[int, ...], dtype: str, seed: int) -> Array:

@@ -7,12 +7,11 @@
 //                              =  sum_t (p s)_t code_t + sum_t p_t z_t     groups of channels: s meets the weight
 //
 // Online softmax over tiles of kTile tokens, all in fp32. Nothing that is unpacked is stored, but for bodies whose vectors are more than that
-// (decoded.h).
+// (decoded.h, runs.h).
 #pragma once
 
 #include "decoded.h"
-#include "exact.h"
-#include "transposed.h"
+#include "runs_across.h"
 
 namespace {
 
@@ -24,13 +23,15 @@ struct Attention {
   const Span& span;
   const Body &k, &v;
   Packed keys, values;
-  const bool k_decoded, v_decoded;
+  const bool k_decoded, v_decoded, k_runs, v_runs;
   int64_t channels, blocks, k_groups, v_groups;
   float *q, *scaled, *sums, *scores, *weights, *query_sums, *zero_sums, *largest, *total, *bias;
   float *token_scale, *token_zero, *elements, *scale, *zero, *angle_scale, *angle_zero, *transposed;
+  float *runs_of_keys, *runs_of_values, *across_keys, *across_values;
 
   explicit Attention(const Span& given)
-      : span(given), k(*given.k), v(*given.v), keys(k, given.keys), values(v, given.values), k_decoded(k.decoded()), v_decoded(v.decoded()) {
+      : span(given), k(*given.k), v(*given.v), keys(k, given.keys), values(v, given.values), k_decoded(k.decoded()), v_decoded(v.decoded()),
+        k_runs(k.form == kvq::kRuns), v_runs(v.form == kvq::kRuns) {
     channels = k.head_dim();
     blocks = kvq::row_blocks(span.rows);
     k_groups = k.channel_groups(), v_groups = v.channel_groups();
@@ -45,7 +46,7 @@ struct Attention {
     scaled = take(kRowBlock * k.row_floats());
     sums = take(rows * v.row_floats());
     scores = take(rows * kPadded);
-    weights = take(v_groups * kRowBlock * kPadded);
+    weights = take(maximum(v_groups, 1) * kRowBlock * kPadded);
     query_sums = take(rows * k_groups);
     zero_sums = take(rows * v_groups * kLanes);
     largest = take(rows), total = take(rows * kLanes), bias = take(rows * kLanes);
@@ -55,6 +56,8 @@ struct Attention {
     keys.find_bundles(take(kvq::bundle_floats(k)));
     values.find_bundles(take(kvq::bundle_floats(v)));
     transposed = take(kvq::transposed_floats(k));
+    runs_of_keys = take(kvq::run_floats(k)), runs_of_values = take(kvq::run_floats(v));
+    across_keys = take(kvq::across_floats(k)), across_values = take(kvq::across_floats(v));
   }
 
   int64_t rows_of(int64_t block) const { return minimum(kRowBlock, span.rows - block * kRowBlock); }
@@ -67,6 +70,9 @@ struct Attention {
   Decoder decoder(const Body& body, const Arrays& arrays, const Packed& packed) const {
     return {body, arrays, packed, span.capacity, elements, token_scale, token_zero, scale, zero, angle_scale, angle_zero};
   }
+
+  Runs key_runs() const { return {k, span.keys.runs, span.capacity, runs_of_keys}; }
+  Runs value_runs() const { return {v, span.values.runs, span.capacity, runs_of_values}; }
 
   void start() {
     const float root = __builtin_sqrtf(1.0f / float(channels));
@@ -113,7 +119,8 @@ struct Attention {
   }
 
   // Scores of the tile of `live` tokens from `first` on.
-  void score_tile(const Transposed& across, int64_t first, int64_t live) {
+  void score_tile(const Transposed& across, const RunsAcross& runs, int64_t first, int64_t live) {
+    if (RunsAcross::served(k)) return score_runs(runs, first, live);
     if (k_decoded) return score_decoded(first, live);
     if (Transposed::served(k)) return score_transposed(across, first, live);
     if (k.affine == kvq::kChannelGroups) {
@@ -164,13 +171,36 @@ struct Attention {
     }
   }
 
-  void score_decoded(int64_t first, int64_t live) {
+  // Scores of whole groups of kDecoded tokens: those of tokens from `live` on may be anything.
+  void score_runs(const RunsAcross& runs, int64_t first, int64_t live) {
     const Decoder decoder = this->decoder(k, span.keys, keys);
     for (int64_t at = 0; at < live; at += kDecoded) {
+      runs.read(first + at, 0);
+      for (int64_t b = 0; b < blocks; b++) {
+        decoder.turn_back(first + at, rows_of(b), q_of(b), scaled);
+        key_runs().order(rows_of(b), scaled);
+        runs.score(first + at, minimum(kDecoded, live - at), rows_of(b), scaled, scores_of(b) + at);
+      }
+    }
+  }
+
+  void weigh_runs(const RunsAcross& runs, int64_t first, int64_t live) {
+    for (int64_t at = 0; at < live; at += kDecoded) runs.read(first + at, at / kDecoded);
+    for (int64_t b = 0; b < blocks; b++) runs.weigh(first, live, rows_of(b), scores_of(b), weights, sums_of(b));
+  }
+
+  void score_decoded(int64_t first, int64_t live) {
+    const Decoder decoder = this->decoder(k, span.keys, keys);
+    const Runs runs = key_runs();
+    for (int64_t at = 0; at < live; at += kDecoded) {
       const void* rows[kDecoded];
-      const int64_t count = minimum(kDecoded, live - at), type = decoder.rows(first + at, count, rows);
+      const int64_t count = minimum(kDecoded, live - at);
+      int64_t type = kvq::kFloat32;
+      if (k_runs) runs.keys(first + at, count, rows);
+      else type = decoder.rows(first + at, count, rows);
       for (int64_t b = 0; b < blocks; b++) {
         if (k.rotated) decoder.turn_back(first + at, rows_of(b), q_of(b), scaled);
+        if (k_runs) runs.order(rows_of(b), scaled);
         const float* own = k.rotated ? scaled : q_of(b);
         score_exact(rows_of(b), rows, type, count, vectors(), own, k.row_floats(), scores_of(b) + at);
       }
@@ -179,11 +209,16 @@ struct Attention {
 
   void weigh_decoded(int64_t first, int64_t live) {
     const Decoder decoder = this->decoder(v, span.values, values);
+    const Runs runs = value_runs();
+    const int64_t read = v_runs ? runs.vectors_of_values() : vectors();
     for (int64_t at = 0; at < live; at += kDecoded) {
       const void* rows[kDecoded];
-      const int64_t count = minimum(kDecoded, live - at), type = decoder.rows(first + at, count, rows);
+      const int64_t count = minimum(kDecoded, live - at);
+      int64_t type = kvq::kFloat32;
+      if (v_runs) runs.values(first + at, count, rows);
+      else type = decoder.rows(first + at, count, rows);
       for (int64_t b = 0; b < blocks; b++)
-        weigh_exact(rows_of(b), rows, type, count, vectors(), scores_of(b) + at, v.row_floats(), sums_of(b));
+        weigh_exact(rows_of(b), rows, type, count, read, scores_of(b) + at, v.row_floats(), sums_of(b));
     }
   }
 
@@ -230,7 +265,8 @@ struct Attention {
   }
 
   // Add the weighted values of the tile.
-  void weigh_tile(int64_t first, int64_t live) {
+  void weigh_tile(const RunsAcross& runs, int64_t first, int64_t live) {
+    if (RunsAcross::served(v)) return weigh_runs(runs, first, live);
     if (v_decoded) return weigh_decoded(first, live);
     if (v.affine == kvq::kChannelGroups) {
       const bool whole = v.group % kLanes == 0;
@@ -297,6 +333,10 @@ struct Attention {
       float *own = sums + r * v.row_floats(), *out = span.o + r * channels;
       span.m[r] = largest[r];
       span.l[r] = all;
+      if (v_runs && !span.windows) {
+        value_runs().synthesize(own, all, out);
+        continue;
+      }
       for (int64_t g = 0; g < v_groups; g++) {
         const float zeros = sum_of_lanes(load(zero_sum_of(r, g)));
         for (int64_t c = g * v.group; c < (g + 1) * v.group; c++) own[c] += zeros;
@@ -352,11 +392,15 @@ struct Attention {
 
   void run_body() {
     const Transposed across(keys, transposed);
+    const Runs own_keys = key_runs(), own_values = value_runs();
+    const RunsAcross runs(own_keys, across_keys), runs_of_v(own_values, across_values);
+    if (k_runs) RunsAcross::served(k) ? runs.order_keys(span.keys.turns) : own_keys.order_keys(span.keys.turns);
+    if (v_runs) own_values.clear();
     for (int64_t first = span.first; first < span.last; first += kTile) {
       const int64_t live = minimum(kTile, span.last - first);
-      score_tile(across, first, live);
+      score_tile(across, runs, first, live);
       for (int64_t b = 0; b < blocks; b++) weights_of_tile(b, first, live);
-      weigh_tile(first, live);
+      weigh_tile(runs_of_v, first, live);
     }
   }
 

@@ -26,7 +26,10 @@ enum Form : int64_t {
   kCodes = 0,
   kRows = 1,   // [S, H] in full precision; affine and the layout of words mean nothing
   kPolar = 2,  // codes of H / 2 pairs, radius << angle_bits | angle; steps and least values of both [S / group, H / 2]
+  kRuns = 3,   // runs of channels of one width each (runs.h); affine means nothing
 };
+
+constexpr int64_t kRunWidths = 8;  // 1 to 8 bits
 
 enum Stored : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2 };
 
@@ -50,6 +53,7 @@ struct Body {
   int64_t angle_bits;  // of a polar code
   int64_t residual_type;  // Stored: of outliers
   int64_t root;        // 1 where polar radii are the squares of what is stored
+  int64_t run_channels[kRunWidths];  // stored with 1, 2, ... bits
 
   KVQ_INLINE int64_t sets() const { return low_bits == bits ? 1 : 2; }
   KVQ_INLINE int64_t set_bits(int64_t set) const { return set == 0 ? low_bits : bits - low_bits; }
@@ -59,6 +63,11 @@ struct Body {
   KVQ_INLINE int64_t head_dim() const { return form == kPolar ? 2 * channels : channels; }
   KVQ_INLINE int64_t row_floats() const { return form == kPolar ? (2 * channels + 15) / 16 * 16 : padded(); }  // of a vector with padding
   KVQ_INLINE int64_t channel_groups() const { return affine == kChannelGroups ? channels / group : 0; }
+  KVQ_INLINE int64_t stored_channels() const {
+    int64_t sum = 0;
+    for (int64_t channels : run_channels) sum += channels;
+    return sum;
+  }
   // Whether vectors are made one by one, and not multiplied as they are unpacked.
   KVQ_INLINE bool decoded() const { return form != kCodes || pool || rotated; }
 };
@@ -82,6 +91,24 @@ struct Turns {
   int64_t near_count, far_count;
 };
 
+// Plane sets of codes of `width` bits, the widest first, and the tokens that share a row of words of such a run.
+KVQ_INLINE int64_t run_set_bits(int64_t width, int64_t set) {
+  for (; set > 0; set--) width -= int64_t(1) << (63 - __builtin_clzll(width));
+  return int64_t(1) << (63 - __builtin_clzll(width));
+}
+KVQ_INLINE int64_t run_slots(int64_t width) { return 16 / (width & -width); }
+
+// Of a body in runs: each run's words, for each plane set [S / slots, slots * channels * bits / 16], and what is calibrated.
+struct RunArrays {
+  const uint16_t* words[kRunWidths][3];
+  const int8_t* exponent;  // [S]: of a token's scale, in eighths
+  const float* steps;      // [kRunWidths]: of codes of 1, 2, ... bits
+  const int32_t* place;    // keys [H]: where a channel stands among the stored ones, those of a pair side by side
+  const float* scale;      // keys [H]
+  const float* synthesis;  // values [stored, H]
+  const float* mean;       // [H]
+};
+
 // The arrays of one row of the batch and one KV head.
 struct Arrays {
   const uint16_t* words[2];
@@ -92,6 +119,7 @@ struct Arrays {
   const float* table;
   Outliers outliers;
   Turns turns;
+  RunArrays runs;
 };
 
 // The windows of a cache, tokens in full precision, for one row of the batch and one KV head: two of them, of `tokens` rows each.
@@ -143,10 +171,26 @@ KVQ_INLINE int64_t transposed_floats(const Body& body) {
   return (rows < 16 ? 16 : rows) * (body.row_words(0) + body.row_words(1)) + 2 * vectors * body.span + 2 * vectors;
 }
 
+constexpr int64_t kLongest = 16;  // lanes of the longest vector
+
+// Vectors of kDecoded tokens, and their cosines and sines, in the order of storage; and a few rows more (runs.h).
+KVQ_INLINE int64_t run_floats(const Body& body) {
+  return body.form == kRuns ? ((body.rotated ? 3 : 1) * kDecoded + 3) * (body.row_floats() + kLongest) : 0;
+}
+
+// Transposed words of the runs of a tile, at most 32 lanes for each group of kDecoded tokens, and tables in the order of storage
+// (runs_across.h).
+KVQ_INLINE int64_t across_floats(const Body& body) {
+  int64_t words = 0;
+  for (int64_t width = 1; width <= kRunWidths; width++)
+    for (int64_t set = 0; set < __builtin_popcountll(width); set++) words += body.run_channels[width - 1];
+  return words * kTile + (body.rotated ? 3 + 2 * kDecoded : 0) * (words ? body.channels : 0);
+}
+
 KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
   const int64_t padded = row_blocks(rows) * kRowBlock, widest = k.row_floats() > v.row_floats() ? k.row_floats() : v.row_floats();
   const int64_t k_groups = k.channel_groups() + 1, v_groups = v.channel_groups() + 1, groups = k_groups > v_groups ? k_groups : v_groups;
-  const int64_t lanes = 16;                          // of the widest vector
+  const int64_t lanes = kLongest;
   return (padded + v_groups * kRowBlock) * (kTile + lanes)  // scores or weights, and scaled weights
          + (padded + kRowBlock) * k.row_floats()     // queries, and scaled or turned queries
          + padded * (v.row_floats() + lanes)         // weighted values, sums of weights
@@ -155,7 +199,9 @@ KVQ_INLINE int64_t scratch_floats(const Body& k, const Body& v, int64_t rows) {
          + 4 * (widest + lanes)                      // scales and zero points of channels, and of angles
          + bundle_floats(k) + bundle_floats(v)       // where codes are
          + transposed_floats(k)                      // words
-         + 16 * 25;                                  // alignment
+         + run_floats(k) + run_floats(v)             // vectors of runs
+         + across_floats(k) + across_floats(v)       // or their words
+         + 16 * 29;                                  // alignment
 }
 
 using AttendSpan = void (*)(const Span&);

@@ -3,6 +3,9 @@
 //   arguments   q f32 [B, K, R, H], limits s32 [B, T], then the arrays of the keys and those of the values: words s16 [B, K, S / n, w] of
 //               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored (of polar keys: those of
 //               the radii, then those of the angles); of rows in full precision themselves alone, [B, K, S, H]
+//               of runs the words of each run, the widest first, and of each of its plane sets [B, K, S / slots, w], the exponents s8
+//               [B, K, S] and the steps f32 [8]; then, of keys, place s32, scale and mean f32 [K, H], of values synthesis f32 [K, stored, H]
+//               and mean
 //               with outliers their index u16 and residual [B, S / pool, P] and ends u16 [B, S / pool, K]; for keys before RoPE the cosines
 //               and sines f32 [2, n, H / 2] of the n = kDecoded first tokens, of the first kNear-th multiples of kDecoded tokens (as many as S
 //               holds), and of the position of every kNear kDecoded-th token
@@ -42,8 +45,9 @@ std::string refused(const Body& b) {
   const int64_t high_bits = b.bits - b.low_bits;
   const auto power = [](int64_t n) { return n == 1 || n == 2 || n == 4 || n == 8; };
   const bool rows = b.form == kvq::kRows, polar = b.form == kvq::kPolar;
-  if (b.form < 0 || b.form > 2 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1) return "form";
-  if (rows ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits)) return "bits";
+  const bool runs = b.form == kvq::kRuns;
+  if (b.form < 0 || b.form > 3 || b.rotated < 0 || b.rotated > 1 || b.root < 0 || b.root > 1) return "form";
+  if (rows || runs ? b.bits || b.low_bits : b.bits < 1 || b.bits > 12 || !power(b.low_bits)) return "bits";
   if (high_bits && (!power(high_bits) || high_bits >= b.low_bits)) return "bits";
   if (b.channels < 1 || b.channels > 1024 || b.chunks < 1 || (b.width != 16 && b.width != 32)) return "channels";
   if (b.chunks > 2048 || b.padded() < b.channels || b.padded() >= b.channels + 16 * 16 * 2) return "padding";
@@ -55,6 +59,12 @@ std::string refused(const Body& b) {
   if (b.affine != kvq::kChannelGroups && b.heads != 1) return "groups";
   if (b.centre >= 256 || b.table < 0 || b.table > 1 || (b.table && (b.bits > 4 || b.centre >= 0))) return "table";
   if (rows && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.rotated || b.pool)) return "rows";
+  if (runs && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.pool || kvq::kDecoded % b.span)) return "runs";
+  for (int64_t width = 1; width <= kvq::kRunWidths; width++) {
+    const int64_t channels = b.run_channels[width - 1];
+    if (channels && (!runs || channels < 0 || channels % 2 || b.span % kvq::run_slots(width))) return "runs";
+  }
+  if (runs && (b.stored_channels() < 2 || b.stored_channels() > b.channels)) return "runs";
   if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 || b.angle_bits >= b.bits || b.centre >= 0
             : b.angle_bits || b.root)
     return "angles";
@@ -92,8 +102,13 @@ struct Taker {
   Side side(const std::string& name, const Body& body, int64_t batch, int64_t heads, int64_t capacity, std::vector<float>& table) {
     Side side{};
     side.body = body;
-    for (int64_t set = 0; set < body.sets() && body.form != kvq::kRows; set++)
+    for (int64_t set = 0; set < body.sets() && body.bits; set++)
       side.words[set] = take("words of " + name, ffi::S16, {batch, heads, capacity / body.slots, body.row_words(set)});
+    if (body.form == kvq::kRuns) {
+      side.runs = runs(name, body, batch, heads, capacity);
+      if (body.rotated) side.turns = turns(name, body, capacity);
+      return side;
+    }
     if (body.table) {
       const Strided given = take("table of " + name, ffi::F32, {int64_t(1) << body.bits}, false);
       table.assign(16, 0.0f);
@@ -116,16 +131,39 @@ struct Taker {
       side.angle_zero = take("zero point of the angles of " + name, type, shape);
     }
     if (body.pool) side.outliers = outliers(name, body.residual_type == kvq::kFloat32 ? ffi::F32 : ffi::U16, batch, heads, capacity / body.pool);
-    if (body.rotated) {
+    if (body.rotated) side.turns = turns(name, body, capacity);
+    return side;
+  }
+
+  kvq::Turns turns(const std::string& name, const Body& body, int64_t capacity) {
       const int64_t half = body.channels / 2, count = (capacity + kvq::kDecoded - 1) / kvq::kDecoded;
       const int64_t near_count = std::min(count, kvq::kNear), far_count = (count + kvq::kNear - 1) / kvq::kNear;
       const Strided steps = take("turns of " + name, ffi::F32, {2, kvq::kDecoded, half}, false);
       const Strided near = take("near positions of " + name, ffi::F32, {2, near_count, half}, false);
       const Strided far = take("far positions of " + name, ffi::F32, {2, far_count, half}, false);
-      side.turns = {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(near.data), reinterpret_cast<const float*>(far.data),
+      return {reinterpret_cast<const float*>(steps.data), reinterpret_cast<const float*>(near.data), reinterpret_cast<const float*>(far.data),
                     near_count, far_count};
+  }
+
+  kvq::RunSide runs(const std::string& name, const Body& body, int64_t batch, int64_t heads, int64_t capacity) {
+    kvq::RunSide runs{};
+    for (int64_t width = kvq::kRunWidths; width > 0; width--) {
+      const int64_t channels = body.run_channels[width - 1], slots = kvq::run_slots(width);
+      for (int set = 0; channels && set < __builtin_popcountll(width); set++) {
+        const int64_t words = slots * channels * kvq::run_set_bits(width, set) / 16;
+        runs.words[width - 1][set] = take("words of " + name, ffi::S16, {batch, heads, capacity / slots, words});
+      }
     }
-    return side;
+    runs.exponent = take("exponents of " + name, ffi::S8, {batch, heads, capacity});
+    runs.steps = reinterpret_cast<const float*>(take("steps of " + name, ffi::F32, {kvq::kRunWidths}, false).data);
+    if (body.rotated) {
+      runs.place = take("places of " + name, ffi::S32, {heads, body.channels}, false);
+      runs.scale = take("scale of " + name, ffi::F32, {heads, body.channels}, false);
+    } else {
+      runs.synthesis = take("synthesis of " + name, ffi::F32, {heads, body.stored_channels(), body.channels}, false);
+    }
+    runs.mean = take("mean of " + name, ffi::F32, {heads, body.channels}, false);
+    return runs;
   }
 
   kvq::SparseSide outliers(const std::string& name, ffi::DataType type, int64_t batch, int64_t heads, int64_t pools) {

@@ -54,7 +54,7 @@ struct Packed {
 
   void find_bundles(float* scratch) {
     bundles = reinterpret_cast<Bundle*>(scratch);
-    if (body.form == kvq::kRows) return;
+    if (!body.bits) return;
     for (int64_t slot = 0; slot < body.slots; slot++) count_of(slot) = int32_t(bundle(body, slot, bundles_of(slot)));
   }
 

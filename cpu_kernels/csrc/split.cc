@@ -119,7 +119,19 @@ class Job {
     arrays.outliers = {static_cast<const uint16_t*>(sparse.index.at(b, 0, 1)), sparse.residual.at(b, 0, 1),
                        static_cast<const uint16_t*>(sparse.ends.at(b, 0, 1)), sparse.slots, sparse.heads, h};
     arrays.turns = side.turns;
+    if (side.body.form == kRuns) arrays.runs = runs_of(side.runs, b, h);
     return arrays;
+  }
+
+  static RunArrays runs_of(const RunSide& side, int64_t b, int64_t h) {
+    const auto floats = [h](const Strided& array) { return static_cast<const float*>(array.at(0, h, 1)); };
+    RunArrays runs{};
+    for (int64_t width = 0; width < kRunWidths; width++)
+      for (int set = 0; set < 3; set++) runs.words[width][set] = static_cast<const uint16_t*>(side.words[width][set].at(b, h, 1));
+    runs.exponent = static_cast<const int8_t*>(side.exponent.at(b, h, 1));
+    runs.steps = side.steps, runs.place = static_cast<const int32_t*>(side.place.at(0, h, 1));
+    runs.scale = floats(side.scale), runs.synthesis = floats(side.synthesis), runs.mean = floats(side.mean);
+    return runs;
   }
 
   Windows windows_of(int64_t b, int64_t h) const {

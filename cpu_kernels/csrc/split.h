@@ -28,6 +28,14 @@ struct SparseSide {
   int64_t slots = 0, heads = 0;
 };
 
+// Runs of a whole batch (RunArrays of body.h).
+struct RunSide {
+  Strided words[kRunWidths][3];
+  Strided exponent;
+  Strided place, scale, synthesis, mean;  // the same for all rows of the batch
+  const float* steps = nullptr;
+};
+
 struct Side {
   Body body;
   Strided words[2];
@@ -38,6 +46,7 @@ struct Side {
   const float* table = nullptr;  // padded to 16 entries
   SparseSide outliers;
   Turns turns{};
+  RunSide runs;
 };
 
 // The windows of a whole batch (Windows of body.h), and the queries that read them.

@@ -13,41 +13,45 @@ namespace {
 
 constexpr int kAcross = 2;  // vectors of tokens that share the numbers of the query in registers
 
+// words[w], lane l = word w of the eight from first + place(l) on.
+template <class Place>
+inline void transpose_eight(const uint16_t* first, Place place, Uints* words) {
+#if defined(__AVX512F__)
+  typedef __m256i Part;
+  const auto part = [&](int64_t l) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + place(l)));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + place(l + 8)));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
+  };
+#define KVQ_UNPACK(way) _mm256_unpack##way
+  const auto widen = [](Part x) { return (Uints)_mm512_cvtepu16_epi32(x); };
+#else
+  typedef __m128i Part;
+  const auto part = [&](int64_t l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + place(l))); };
+#define KVQ_UNPACK(way) _mm_unpack##way
+  const auto widen = [](Part x) { return (Uints)_mm256_cvtepu16_epi32(x); };
+#endif
+  Part pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {  // two lanes
+    const Part a = part(i), b = part(i + 1);
+    pairs[i] = KVQ_UNPACK(lo_epi16)(a, b), pairs[i + 1] = KVQ_UNPACK(hi_epi16)(a, b);
+  }
+  for (int i = 0; i < 8; i += 4)  // four lanes
+    for (int j = 0; j < 2; j++) {
+      fours[i + 2 * j] = KVQ_UNPACK(lo_epi32)(pairs[i + j], pairs[i + 2 + j]);
+      fours[i + 2 * j + 1] = KVQ_UNPACK(hi_epi32)(pairs[i + j], pairs[i + 2 + j]);
+    }
+  for (int j = 0; j < 4; j++) {
+    words[2 * j] = widen(KVQ_UNPACK(lo_epi64)(fours[j], fours[4 + j]));
+    words[2 * j + 1] = widen(KVQ_UNPACK(hi_epi64)(fours[j], fours[4 + j]));
+  }
+#undef KVQ_UNPACK
+}
+
 // words[w], lane l = word w of row l % rows; rows: a power of two, `apart` words from one to the next.
 inline void transpose(const uint16_t* first, int64_t apart, int64_t rows, Uints* words) {
-  const int64_t last = rows - 1;
-  for (int half = 0; half < kLanes / 8; half++) {
-#if defined(__AVX512F__)
-    typedef __m256i Part;
-    const auto part = [&](int64_t l) {
-      const uint16_t *low = first + (l & last) * apart + 8 * half, *high = first + ((l + 8) & last) * apart + 8 * half;
-      const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(high));
-      return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
-    };
-#define KVQ_UNPACK(way) _mm256_unpack##way
-    const auto widen = [](Part x) { return (Uints)_mm512_cvtepu16_epi32(x); };
-#else
-    typedef __m128i Part;
-    const auto part = [&](int64_t l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(first + (l & last) * apart)); };
-#define KVQ_UNPACK(way) _mm_unpack##way
-    const auto widen = [](Part x) { return (Uints)_mm256_cvtepu16_epi32(x); };
-#endif
-    Part pairs[8], fours[8];
-    for (int i = 0; i < 8; i += 2) {  // two rows
-      const Part a = part(i), b = part(i + 1);
-      pairs[i] = KVQ_UNPACK(lo_epi16)(a, b), pairs[i + 1] = KVQ_UNPACK(hi_epi16)(a, b);
-    }
-    for (int i = 0; i < 8; i += 4)  // four rows
-      for (int j = 0; j < 2; j++) {
-        fours[i + 2 * j] = KVQ_UNPACK(lo_epi32)(pairs[i + j], pairs[i + 2 + j]);
-        fours[i + 2 * j + 1] = KVQ_UNPACK(hi_epi32)(pairs[i + j], pairs[i + 2 + j]);
-      }
-    for (int j = 0; j < 4; j++) {
-      words[8 * half + 2 * j] = widen(KVQ_UNPACK(lo_epi64)(fours[j], fours[4 + j]));
-      words[8 * half + 2 * j + 1] = widen(KVQ_UNPACK(hi_epi64)(fours[j], fours[4 + j]));
-    }
-#undef KVQ_UNPACK
-  }
+  const auto place = [&](int64_t l) { return (l & (rows - 1)) * apart; };
+  for (int64_t w = 0; w < kLanes; w += 8) transpose_eight(first + w, place, words + w);
 }
 
 // The keys of one KV head, a span of tokens at a time. The scratch is the caller's, kvq::transposed_floats(body).

@@ -124,6 +124,24 @@ inline Uints masked_or(Uints a, Uints mask, Uints b) {
 #endif
 }
 
+// The first `count` of kLanes words from p on; the others are 0, and not read.
+inline Uints load_some_words(const uint16_t* p, int64_t count) {
+  uint16_t words[kLanes] = {};
+  std::memcpy(words, p, sizeof(uint16_t) * size_t(count));
+  return load_words(words);
+}
+
+// Lanes 1, 0, 3, 2, ...
+inline Floats swap_pairs(Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permute_ps((__m512)x, 0xB1);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_permute_ps((__m256)x, 0xB1);
+#else
+  return Floats{x[1], x[0], x[3], x[2]};
+#endif
+}
+
 // The largest lane, and the sum of the lanes, by halves.
 #if defined(__AVX2__)
 inline __m256 upper_half(Floats x) {

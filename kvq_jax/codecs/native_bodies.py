@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from cpu_kernels.body import Affine, Body
+from cpu_kernels.body import RUN_WIDTHS, Affine, Body
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.codecs.kernel_readers import StoredGroups
 from pallas_kernels.tiles.layout import PlaneLayout
@@ -63,6 +64,20 @@ def rows(channels: int, dtype: str) -> Body | str:
         return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
     chunks = -(-channels // LANES)
     return Body(0, 0, channels, chunks, LANES, 1, 1, "channels", 1, scale_dtype=dtype, form="rows")
+
+
+def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Body | str:
+    """Describe rows in runs of channels of one width, or say in one line why kernels cannot read them."""
+    if channels > MOST_CHANNELS:
+        return f"head_dim {channels}; CPU kernels serve up to {MOST_CHANNELS}"
+    padded = next((layout for layout in layouts if layout.chunks != 1 or layout.width != layout.channels), None)
+    if padded:
+        return f"{padded.bits}-bit runs that are padded; CPU kernels read those of blocks whose tokens fill whole words"
+    stored = [0] * RUN_WIDTHS
+    for layout in layouts:
+        stored[layout.bits - 1] = layout.channels
+    chunks, span = -(-channels // LANES), layouts[0].span
+    return Body(0, 0, channels, chunks, LANES, 1, span, "channels", 1, form="runs", rotated=pre_rope, run_channels=tuple(stored))
 
 
 def _unsupported(layout: PlaneLayout, *, pre_rope: bool = False, most_bits: int = MOST_BITS) -> str | None:

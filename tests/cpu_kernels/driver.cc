@@ -46,7 +46,10 @@ static Body layout(int64_t bits, int64_t channels, int64_t block) {
 
 struct StoredSide {
   std::vector<uint16_t> words[2], scale, zero, angle_scale, angle_zero, index, residual, ends;
-  std::vector<float> table, steps, near, far;
+  std::vector<float> table, steps, near, far, run_steps, factors, mean, synthesis;
+  std::vector<uint16_t> runs[kRunWidths][3];
+  std::vector<int8_t> exponent;
+  std::vector<int32_t> place;
   Side side;
 };
 
@@ -71,9 +74,42 @@ static void fill_more(StoredSide& s, const Body& body, int64_t batch, int64_t he
   }
 }
 
+static std::vector<float> random_floats(int64_t count) {
+  std::vector<float> values(count);
+  for (auto& x : values) x = float(random_bits() % 2001) / 1000 - 1;
+  return values;
+}
+
+// Runs of channels of one width each.
+static void fill_runs(StoredSide& s, const Body& body, int64_t batch, int64_t heads, int64_t capacity) {
+  RunSide& runs = s.side.runs;
+  for (int64_t width = 1; width <= kRunWidths; width++) {
+    const int64_t channels = body.run_channels[width - 1];
+    for (int64_t set = 0; channels && set < __builtin_popcountll(width); set++) {
+      const int64_t head = capacity * channels * run_set_bits(width, set) / 16;
+      auto& words = s.runs[width - 1][set];
+      words = random_array<uint16_t>(batch * heads * head, 0xFFFF);
+      runs.words[width - 1][set] = {reinterpret_cast<const char*>(words.data()), 2 * head * heads, 2 * head};
+    }
+  }
+  const int64_t row = 4 * body.channels;
+  s.exponent = random_array<int8_t>(batch * heads * capacity, 0x0F);
+  s.place.resize(heads * body.channels);
+  for (int64_t i = 0; i < heads * body.channels; i++)  // pairs in another order for each head, those of a pair side by side
+    s.place[i] = int32_t(2 * ((i + i / body.channels + 3) % (body.channels / 2)) + i % body.channels / (body.channels / 2));
+  s.run_steps = random_floats(kRunWidths), s.factors = random_floats(heads * body.channels), s.mean = random_floats(heads * body.channels);
+  s.synthesis = random_floats(heads * body.channels * body.stored_channels());
+  runs.exponent = {reinterpret_cast<const char*>(s.exponent.data()), heads * capacity, capacity};
+  runs.place = {reinterpret_cast<const char*>(s.place.data()), 0, row}, runs.scale = {reinterpret_cast<const char*>(s.factors.data()), 0, row};
+  runs.mean = {reinterpret_cast<const char*>(s.mean.data()), 0, row};
+  runs.synthesis = {reinterpret_cast<const char*>(s.synthesis.data()), 0, row * body.stored_channels()};
+  runs.steps = s.run_steps.data();
+}
+
 static void fill(StoredSide& s, Body body, int64_t batch, int64_t heads, int64_t capacity) {
   s.side.body = body;
   fill_more(s, body, batch, heads, capacity);
+  if (body.form == kRuns) return fill_runs(s, body, batch, heads, capacity);
   if (body.form == kRows) {
     const int64_t head = capacity * body.channels;
     s.scale = random_array<uint16_t>(batch * heads * head, 0x3FFF);
@@ -196,6 +232,26 @@ int main(int count, char** arguments) {
         failures += check(whole, v, block * 9, rows, 1);
         checked += 3;
       }
+  for (int64_t channels : {16, 64, 80})
+    for (int64_t block : {16, 32})
+      for (int64_t rows : {1, 4, 7}) {
+        Body k = layout(0, channels, 1), v = k;
+        for (Body* body : {&k, &v}) body->form = kRuns, body->affine = kChannels, body->group = body->heads = 1, body->span = block;
+        k.rotated = 1, k.run_channels[4] = 2, k.run_channels[2] = channels / 2 - 4, k.run_channels[0] = channels / 4;
+        v.run_channels[6] = 4, v.run_channels[3] = channels / 2, v.run_channels[1] = channels / 2 - 4;
+        failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
+        checked++;
+      }
+  for (int64_t block : {8, 16, 32})  // whole registers of words
+    for (int64_t rows : {1, 4, 7}) {
+      Body k = layout(0, 80, 1), v = k;
+      for (Body* body : {&k, &v}) body->form = kRuns, body->affine = kChannels, body->group = body->heads = 1, body->span = block;
+      k.rotated = 1, k.run_channels[7] = 16, k.run_channels[5] = 8, k.run_channels[3] = 24, k.run_channels[1] = 8;
+      v.run_channels[7] = 8, v.run_channels[3] = 16, v.run_channels[1] = 40;
+      if (block > 8) k.run_channels[6] = 16, k.run_channels[2] = 8, v.run_channels[4] = 8, v.run_channels[0] = 8;
+      failures += check(k, v, block * 9, rows, rows == 7 ? 7 : 1);
+      checked++;
+    }
   std::printf("%d layouts, kernel %s, %d failures\n", checked, best_kernel_name(), failures);
   return failures != 0;
 }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
 
 from cpu_kernels.attention import NEAR, TOGETHER
-from cpu_kernels.body import Affine, Body, Form
-from kvq_jax.arrays.packing import pack
-from pallas_kernels.tiles.layout import plane_layout
+from cpu_kernels.body import RUN_WIDTHS, Affine, Body, Form
+from kvq_jax.arrays.packing import pack, run_layout
+from pallas_kernels.tiles.layout import SPAN, plane_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +34,16 @@ class Case:
     angle_bits: int = 0
     residual_dtype: str = "float16"
     root: bool = False
+    run_channels: tuple[int, ...] = (0,) * RUN_WIDTHS
 
     @property
     def body(self) -> Body:
         if self.form == "rows":
             return Body(0, 0, self.channels, -(-self.channels // 16), 16, 1, 1, "channels", 1, scale_dtype=self.scale_dtype, form="rows")
+        if self.form == "runs":
+            chunks, span = -(-self.channels // 16), math.gcd(self.block, SPAN)
+            own = {"rotated": self.rotated, "run_channels": self.run_channels}
+            return Body(0, 0, self.channels, chunks, 16, 1, span, "channels", 1, form="runs", **own)
         p = plane_layout(self.bits, self.channels // 2 if self.form == "polar" else self.channels, self.block)
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[3:]}
         return Body(p.bits, p.sets[0], p.channels, p.chunks, p.width, p.slots, p.span, **own)
@@ -50,6 +56,8 @@ class Case:
             return [_bits(rows)], np.asarray(rows, np.float64)
         if self.form == "polar":
             return self._polar(rng, batch, heads, tokens)
+        if self.form == "runs":
+            return self._runs(rng, batch, heads, tokens)
         codes = rng.integers(0, 1 << self.bits, (batch, heads, tokens, self.channels))
         words = pack(jnp.asarray(codes), plane_layout(self.bits, self.channels, self.block))
         shape = {
@@ -101,6 +109,30 @@ class Case:
         angle = (codes % (1 << self.angle_bits) + 0.5) * angle_step + angle_least
         radius = radius**2 if self.root else radius
         return [*map(np.asarray, words), *map(_bits, stored)], np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
+
+    def _runs(self, rng: np.random.Generator, batch: int, heads: int, tokens: int) -> tuple[list[np.ndarray], np.ndarray]:
+        steps = ((rng.random(RUN_WIDTHS) + 0.5) / 2.0 ** np.arange(RUN_WIDTHS)).astype(np.float32)
+        words, rows = [], []
+        for width in range(RUN_WIDTHS, 0, -1):
+            if not (channels := self.run_channels[width - 1]):
+                continue
+            codes = rng.integers(0, 1 << width, (batch, heads, tokens, channels))
+            words += pack(jnp.asarray(codes), run_layout(width, channels, self.block))
+            rows.append((codes + 0.5 - 2 ** (width - 1)) * steps[width - 1])
+        exponents = rng.integers(-12, 4, (batch, heads, tokens), np.int8)
+        u = np.concatenate(rows, axis=-1) * 2.0 ** (exponents[..., None] / 8)
+        stored, mean = u.shape[-1], 0.5 * rng.normal(size=(heads, self.channels)).astype(np.float32)
+        arrays = [*map(np.asarray, words), exponents, steps]
+        if not self.rotated:
+            synthesis = rng.normal(size=(heads, stored, self.channels)).astype(np.float32)
+            return [*arrays, synthesis, mean], np.einsum("bktc,kch->bkth", u, synthesis) + mean[None, :, None]
+        half = self.channels // 2
+        ranks = np.stack([rng.permutation(half) for _ in range(heads)])
+        place = np.concatenate([2 * ranks, 2 * ranks + 1], axis=-1).astype(np.int32)
+        scale = 0.5 * rng.normal(size=(heads, self.channels)).astype(np.float32)
+        whole = np.pad(u, [(0, 0)] * 3 + [(0, self.channels - stored)])
+        vectors = np.take_along_axis(whole, place[None, :, None], axis=-1) * scale[None, :, None] + mean[None, :, None]
+        return [*arrays, place, scale, mean, *_turns(half, tokens)], _rotated(vectors)
 
     def _wide(self, statistic: np.ndarray, batch: int) -> np.ndarray:
         if self.affine == "token groups":

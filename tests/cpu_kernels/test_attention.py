@@ -25,6 +25,13 @@ def polar(bits: int, angle_bits: int, channels: int, *, group: int, **options) -
     return Case(bits, channels, 32, "token groups", group, form="polar", angle_bits=angle_bits, **options)
 
 
+def runs(channels: int, block: int, rotated: bool = False, **widths: int) -> Case:
+    """Return a body in runs; widths: the channels with one, two, ... bits."""
+    names = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+    stored = tuple(widths.get(name, 0) for name in names)
+    return Case(0, channels, block, "channels", 1, form="runs", rotated=rotated, run_channels=stored)
+
+
 CASES = {
     "2 bits, 64": (Case(2, 64, 32, "token groups", 32), Case(2, 64, 32, "channel groups", 32)),
     "2 bits, 128": (Case(2, 128, 32, "token groups", 32), Case(2, 128, 32, "channel groups", 32)),
@@ -57,6 +64,15 @@ CASES = {
     "polar": (polar(8, 4, 64, group=32), rows(64, "float32")),
     "polar, 6 bits": (polar(6, 4, 128, group=16), Case(4, 128, 32, "channel groups", 32)),
     "polar, 12 bits": (polar(12, 6, 16, group=8, root=True, scale_dtype="float32"), Case(2, 16, 32, "channel groups", 16)),
+    "runs": (runs(64, 32, True, five=8, four=8, three=8, two=16, one=8), runs(64, 32, six=8, three=24, two=8, one=16)),
+    "runs of all widths": (
+        runs(128, 32, True, eight=16, seven=8, six=24, five=8, four=16, three=8, two=24, one=24),
+        runs(128, 32, eight=8, seven=24, six=8, five=16, four=8, three=24, two=8, one=8),
+    ),
+    "runs of some channels": (runs(80, 16, True, three=10, one=20), runs(80, 16, two=6)),
+    "runs, blocks of 8": (runs(16, 8, True, eight=2, four=4, two=6), runs(16, 8, six=4, four=12)),
+    "runs, blocks of 16": (runs(64, 16, True, seven=8, four=16, three=16, two=8, one=8), runs(64, 48, eight=16, five=8, three=24, two=16)),
+    "runs of keys alone": (runs(32, 48, True, two=32), Case(2, 32, 48, "channel groups", 32)),
 }
 BATCH, HEADS = 3, 2
 
@@ -189,6 +205,7 @@ def test_arrays_that_do_not_fit_are_an_error():
         ("before RoPE", "positions of keys", "positions of keys must be"),
         ("outliers", "ends", "ends of the outliers of keys must be"),
         ("polar", "angles", "zero point of the angles of keys must be"),
+        ("runs", "far positions", "far positions of keys must be"),
     ],
 )
 def test_arrays_of_other_forms_that_do_not_fit_are_an_error(case: str, last: str, reason: str):
@@ -205,6 +222,33 @@ def test_arrays_of_other_forms_that_do_not_fit_are_an_error(case: str, last: str
             continue
         body = dataclasses.replace(k.body, **{field: wrong})
         assert "kvq_decode_attention: " in refused(q, (body, keys), (v.body, values), limits, capacity=96), f"{field}={wrong}"
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_arrays_of_runs_that_do_not_fit_are_an_error():
+    k, v = CASES["runs"]
+    q, keys, values, *_ = inputs("runs", 4, 1, 96)
+    limits = np.full((BATCH, 1), 96, np.int32)
+    jax.block_until_ready(decode_attention(q, (k.body, keys), (v.body, values), limits, capacity=96))
+    wrong = {"mean of values": -1, "synthesis of values": -2, "steps of values": -3, "exponents of values": -4, "words of values": 0}
+    for name, at in wrong.items():
+        spoiled = list(values)
+        spoiled[at] = spoiled[at][..., :-1]
+        assert f"{name} must be" in refused(q, (k.body, keys), (v.body, spoiled), limits, capacity=96)
+    for stored in ((3,) + (0,) * 7, (0,) * 8, (66,) + (0,) * 7, (-2, 66) + (0,) * 6):
+        body = dataclasses.replace(v.body, run_channels=stored)
+        assert "unknown runs" in refused(q, (k.body, keys), (body, values), limits, capacity=96), f"{stored}"
+    assert "unknown runs" in refused(q, (k.body, keys), (dataclasses.replace(v.body, span=8), values), limits, capacity=96)
+
+
+def test_places_outside_the_row_are_not_written_to():
+    k, v = CASES["runs"]
+    q, keys, values, *_ = inputs("runs", 4, 1, 96)
+    places = next(i for i, array in enumerate(keys) if array.dtype == np.int32)
+    for place in (-(2**31), 2**31 - 1):
+        keys[places] = np.full_like(keys[places], place)
+        m, *_ = decode_attention(q, (k.body, keys), (v.body, values), np.full((BATCH, 1), 96, np.int32), capacity=96)
+        assert np.all(np.isfinite(m))
 
 
 def test_no_outlier_is_written_outside_the_vectors():

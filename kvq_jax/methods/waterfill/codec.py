@@ -5,14 +5,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, run_layout, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
+from kvq_jax.codecs import native_bodies
 from kvq_jax.codecs.base import Codec, rotate_keys, side_rows
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.kernel_readers import Reader
@@ -47,6 +49,7 @@ class WaterfillCodec(Codec):
     head_dim: int
     block: int
     widths: tuple[int, ...]
+    read_by_kernels: ClassVar[tuple[str, ...]]
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -101,7 +104,12 @@ class WaterfillCodec(Codec):
         return "waterfill's runs of several widths have no GPU kernel yet"
 
     def native_body(self) -> Body | str:
-        return "waterfill's runs of several widths have no CPU kernel yet"
+        return native_bodies.runs(self.layouts(), self.head_dim, pre_rope=self.before_rope)
+
+    def kernel_arrays(self, params: Tree, body: WaterfillArray) -> list[Array]:
+        own = (_given(params)[name] for name in self.read_by_kernels)
+        parameters = [array[:, : self.stored_channels] if array.ndim == 3 else array for array in own]
+        return [*jax.tree.leaves(body), jnp.asarray(STEPS[1:], jnp.float32), *parameters]
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"widths": "".join(map(str, self.widths))}
@@ -114,6 +122,8 @@ class KeyCodec(WaterfillCodec):
     Parameters: mean, scale [K, H] in the model's order; place [K, H], where each channel stands among the sorted ones; energies [K, H/2].
     The mean's share of the scores is exact: `vectors` rotates whole keys.
     """
+
+    read_by_kernels = ("place", "scale", "mean")
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.head_dim)
@@ -158,6 +168,8 @@ class ValueCodec(WaterfillCodec):
     Parameters: mean [K, H]; analysis and synthesis [K, H, H], inverses of each other; energies [K, H]. A weighted sum is taken over
     normalized channels and meets `synthesis` once for a chunk of tokens.
     """
+
+    read_by_kernels = ("synthesis", "mean")
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.head_dim)
