@@ -20,8 +20,8 @@ class Body:
     """vector[t, c] = entry(code[t, c]) * scale + zero, the entry being the code itself or that of a table. Static and hashable.
 
     form: "codes" are that; "rows" are the vectors themselves, [S, H] in scale_dtype; "polar" keys are (r cos(a), r sin(a)) for each of
-    H / 2 pairs, from codes radius << angle_bits | angle, with r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise. "runs" are
-    rows in a calibrated order, of channels in runs of one width each (csrc/runs.h), keys where `rotated` and values where not.
+    H / 2 pairs, from codes radius << angle_bits | angle, with r = (code + 1/2) * scale + zero, or its square where `root`, and a likewise;
+    "runs" are rows in a calibrated order, of channels in runs of one width each (csrc/runs.h), keys where `rotated` and values where not.
 
     bits, low_bits: of a code, and those of its first plane set. channels: H, or H / 2 of polar keys. chunks, width, slots, span: of the
     plane layout (c, W, n, P). affine: what has a scale and a zero point of its own; stored are [S / group, H] for "token groups", [H /

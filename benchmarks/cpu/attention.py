@@ -129,9 +129,8 @@ def _cache(shape: Shape, name: str, plan: LayerPlan, implementation: dispatch.Im
     memory = decode.lower(states[:1], inputs).compile().memory_analysis()
     program = decode.lower(states, inputs).compile()
     outputs, states = program(states, inputs)
-    error = relative_error(
-        outputs[0][:1], _reference(plan, params, *first_row((states[0], dataclasses.replace(inputs, rope=None))), inputs.rope)
-    )
+    state, own = first_row((states[0], dataclasses.replace(inputs, rope=None)))
+    error = relative_error(outputs[0][:1], _reference(plan, params, state, own, inputs.rope))
     held = [states]
 
     def step() -> None:
