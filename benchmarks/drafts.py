@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, header
+from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models import load_llama, prepare
 from kvq_models.llama.model import Llama
 from kvq_tools.chat_template import rendered
@@ -148,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         title="Drafts looked up in the text",
         model=args.model,
         cache=args.cache,
-        cores=os.cpu_count() or 0,
+        cores=cores(),
         rows=tuple(rows),
         **header(("benchmarks.drafts", *arguments(argv))),
     )

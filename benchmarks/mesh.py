@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import os
 import pathlib
 import re
 import statistics
@@ -27,7 +26,7 @@ import kvq_jax as kvq
 from benchmarks.cpu.decode_step import random_cache, random_llama, small_config
 from benchmarks.cpu.timing import Shape, relative_error
 from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, header
+from benchmarks.report_file import Report, arguments, cores, header
 from kvq_jax.placement.allowed import parse
 from kvq_models import Llama, decode_step, shard_llama
 
@@ -170,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         command = header(("benchmarks.mesh", *arguments(argv)))
         title = f"Decode steps of a Llama with {LAYERS} layers on {DEVICES} virtual devices"
-        MeshReport(title=title, **command, batch=BATCH, cores=os.cpu_count() or 0, rows=rows).write(args.json)
+        MeshReport(title=title, **command, batch=BATCH, cores=cores(), rows=rows).write(args.json)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def _commit() -> str:
         return ""
 
 
+def cores() -> int:
+    """Return the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+
+
 COMMIT = _commit()  # of the sources as they are when they are read, not when a report is written
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import pathlib
 import tempfile
 import time
@@ -23,7 +22,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, header
+from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models import load_llama, prepare
 from kvq_models.inference import generation
 from kvq_models.inference.engine.budget import plan
@@ -272,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = ServingReport(
         title="Requests through slots of one cache",
         model=args.model,
-        cores=os.cpu_count() or 0,
+        cores=cores(),
         capacity=args.capacity,
         prompt=tuple(args.prompt),
         new=tuple(args.new),

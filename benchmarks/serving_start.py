@@ -24,7 +24,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from benchmarks.markdown import head, table
-from benchmarks.report_file import Report, arguments, header
+from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models.named_models.published import PUBLISHED
 
 STARTS = ("empty folder", "again")
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         title="The first streamed token of a server",
         model=args.model,
         cache=args.cache,
-        cores=os.cpu_count() or 0,
+        cores=cores(),
         rows=rows,
         **header(("benchmarks.serving_start", *arguments(argv))),
     )

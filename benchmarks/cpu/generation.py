@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import os
 import pathlib
 import sys
 import tempfile
@@ -26,7 +25,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.markdown import table
-from benchmarks.report_file import Report, arguments, header
+from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models import decode_step, load_llama, prefill, prepare, save_llama
 from kvq_models.llama.model import Llama
 
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=args.model,
         transformers=transformers.__version__,
         torch=torch.__version__,
-        cores=os.cpu_count() or 0,
+        cores=cores(),
         missing=tuple(PACKAGES[name] for name in PACKAGES if not installed(name)),
         rows=tuple(rows),
     )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.report_file import Report, header
+from benchmarks.report_file import Report, cores, header
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.layer.plan import LayerPlan, LayerState
 
@@ -139,7 +139,7 @@ def run(
         **header(command),
         baseline=rows[0].implementation,
         cpu=cpu_name(),
-        cores=os.cpu_count() or 0,
+        cores=cores(),
         load=tuple(load),
         rows=tuple(rows),
         read_bandwidth=read_bandwidth(),
