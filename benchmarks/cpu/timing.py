@@ -198,9 +198,9 @@ def argument_parser(
 ) -> argparse.ArgumentParser:
     """Return a parser of the arguments that all CPU benchmarks take."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}",
+        prog=f"python -m benchmarks.cpu.{module}",
         description=description,
-        epilog=f"example: python -m benchmarks.{module} --tokens 16384 --cache kivi:bits=4 innerq --json benchmarks/results/mine.json",
+        epilog=f"example: python -m benchmarks.cpu.{module} --tokens 16384 --cache kivi:bits=4 innerq --json benchmarks/results/mine.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
