@@ -19,17 +19,18 @@ from kvq_jax.attention import dispatch
 
 CACHES = ("kivi:bits=4", "innerq")
 NATIVE = dispatch.no_device("native") is None
-READ = ("kivi:bits=4", "kivi:bits=4, xla", "innerq", "innerq, xla") if NATIVE else CACHES  # what kernels read is timed on XLA, too
+ATTENDED = (*CACHES, "waterfill")  # which is calibrated
+READ = tuple(name for spec in ATTENDED for name in (spec, f"{spec}, xla")) if NATIVE else ATTENDED  # what kernels read is timed on XLA, too
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("results")
-    small = ["--quick", "--head-dim", "32", "--cache", *CACHES]
+    small = ["--quick", "--head-dim", "32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "TOKENS", 512)  # two layers in a program, and not 32
-        attention.main([*small, "--kv-heads", "2", "--group", "2", "--json", str(folder / "attention.json")])
-    decode_step.main([*small, "--layers", "1", "--json", str(folder / "decode_step.json")])
+        attention.main([*small, "--cache", *ATTENDED, "--kv-heads", "2", "--group", "2", "--json", str(folder / "attention.json")])
+    decode_step.main([*small, "--cache", *CACHES, "--layers", "1", "--json", str(folder / "decode_step.json")])
     return folder
 
 
