@@ -21,8 +21,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from kvq_jax.files.checksum import read_tensors, save_tensors
-from kvq_jax.files.whole import remove_unfinished
+from kvq_jax.files.checksum import read_tensors, write_tensors
+from kvq_jax.files.whole import remove_unfinished, replacing
 from kvq_models.inference.engine.pieces import Piece
 
 FORMAT, VERSION = "kvq-prefix", "1"
@@ -79,12 +79,7 @@ class PrefixFolder:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Note that these pieces, which continue each other, were used: the first becomes the newest."""
-        now = time.time_ns()
-        for age, key in enumerate(keys):
-            try:
-                os.utime(self._path(key), ns=(now - age, now - age))
-            except OSError:
-                return  # it is not here, or another server has just deleted it; what continues it is of no use
+        self._use_at(time.time_ns(), keys)
 
     def close(self) -> None:
         """Return when everything is written."""
@@ -102,12 +97,24 @@ class PrefixFolder:
             "length": str(piece.length),
             "starts": json.dumps(piece.starts),
         }
+        now, age = time.time_ns(), len(keys) - 1
         try:
-            save_tensors(self._path(keys[-1]), tensors, header)
-            self.use(keys)
+            self._use_at(
+                now, keys[:-1]
+            )  # before the new file is there: a writer that is killed then leaves no beginning older than its end
+            with replacing(self._path(keys[-1])) as unfinished:
+                write_tensors(unfinished, tensors, header)
+                os.utime(unfinished, ns=(now - age, now - age))
             self._drop_oldest()
         except OSError as error:
             _log.warning("a prefix could not be written: %s", error)
+
+    def _use_at(self, now: int, keys: Sequence[bytes]) -> None:
+        for age, key in enumerate(keys):
+            try:
+                os.utime(self._path(key), ns=(now - age, now - age))
+            except OSError:
+                return  # it is not here, or another server has just deleted it; what continues it is of no use
 
     def _drop_oldest(self) -> None:
         files = sorted(self._files())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -115,6 +116,25 @@ def test_what_killed_writers_and_lost_beginnings_leave_is_deleted(folder: pathli
     (folder / f"{UNFINISHED}x").mkdir()
     (folder / f"zz{SUFFIX}").write_text("no tensors")
     assert written(folder, PLENTY) == {b"d"}
+
+
+def test_a_writer_that_is_killed_once_its_file_is_there_leaves_no_beginning_older_than_its_end(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    a, b, c, d = b"a", b"b", b"c", b"d"
+    assert written(folder, 33_000, [a], [c], [d]) == {a, c, d}
+
+    def killed(*paths: pathlib.Path, replace=os.replace) -> None:
+        replace(*paths)
+        raise RuntimeError("killed")
+
+    disk = PrefixFolder(folder, 33_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        disk.put([a, b], piece(3))
+        disk.close()
+    assert len(list(folder.iterdir())) == 4, "nothing was deleted yet"
+    assert written(folder, 33_000) == {a, b, d}, "c is the oldest: a was used for b"
 
 
 def test_other_files_of_the_folder_are_left_alone(folder: pathlib.Path):
