@@ -135,7 +135,7 @@ def run(
         rows += measured
     load.append(round(os.getloadavg()[0], 2))
     return CpuReport(
-        title=title,
+        title=f"{title}, on one core" if cores() == 1 else title,
         **header(command),
         baseline=rows[0].implementation,
         cpu=cpu_name(),
