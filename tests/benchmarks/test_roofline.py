@@ -9,13 +9,15 @@ import pytest
 
 from benchmarks.cpu import roofline
 from benchmarks.report_file import header
-from cpu_kernels.body import Body
+from cpu_kernels.body import RUN_WIDTHS, Body
 
 
 @pytest.mark.parametrize("spec", roofline.CACHES)
 def test_the_kernel_reads_every_cache_of_the_benchmark(spec: str):
     k, v = roofline.bodies(spec, 64, 1024)
-    assert len(k.fields()) == len(v.fields()) == len(Body.__dataclass_fields__)
+    assert len(k.fields()) == len(v.fields()) == len(Body.__dataclass_fields__) - 1 + RUN_WIDTHS, (
+        "a number for each field, and for each width"
+    )
 
 
 def test_a_cache_that_the_kernel_does_not_read_is_an_error():
