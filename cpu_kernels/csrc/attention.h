@@ -395,7 +395,7 @@ struct Attention {
     const Runs own_keys = key_runs(), own_values = value_runs();
     const RunsAcross runs(own_keys, across_keys), runs_of_v(own_values, across_values);
     if (k_runs) RunsAcross::served(k) ? runs.order_keys(span.keys.turns) : own_keys.order_keys(span.keys.turns);
-    if (v_runs) own_values.clear();
+    if (v_runs && !RunsAcross::served(v)) own_values.clear();
     for (int64_t first = span.first; first < span.last; first += kTile) {
       const int64_t live = minimum(kTile, span.last - first);
       score_tile(across, runs, first, live);

@@ -105,7 +105,7 @@ struct RunArrays {
   const float* steps;      // [kRunWidths]: of codes of 1, 2, ... bits
   const int32_t* place;    // keys [H]: where a channel stands among the stored ones, those of a pair side by side
   const float* scale;      // keys [H]
-  const float* synthesis;  // values [stored, H]
+  const float* synthesis;  // values [H, H], of which the stored channels have the first rows
   const float* mean;       // [H]
 };
 

@@ -4,7 +4,7 @@
 //               each plane set, a table f32 [2^bits] if there is one, the scale, the zero point if one is stored (of polar keys: those of
 //               the radii, then those of the angles); of rows in full precision themselves alone, [B, K, S, H]
 //               of runs the words of each run, the widest first, and of each of its plane sets [B, K, S / slots, w], the exponents s8
-//               [B, K, S] and the steps f32 [8]; then, of keys, place s32, scale and mean f32 [K, H], of values synthesis f32 [K, stored, H]
+//               [B, K, S] and the steps f32 [8]; then, of keys, place s32, scale and mean f32 [K, H], of values synthesis f32 [K, H, H]
 //               and mean
 //               with outliers their index u16 and residual [B, S / pool, P] and ends u16 [B, S / pool, K]; for keys before RoPE the cosines
 //               and sines f32 [2, n, H / 2] of the n = kDecoded first tokens, of the first kNear-th multiples of kDecoded tokens (as many as S
@@ -62,7 +62,7 @@ std::string refused(const Body& b) {
   if (runs && (b.affine != kvq::kChannels || b.slots != 1 || b.table || b.pool || kvq::kDecoded % b.span)) return "runs";
   for (int64_t width = 1; width <= kvq::kRunWidths; width++) {
     const int64_t channels = b.run_channels[width - 1];
-    if (channels && (!runs || channels < 0 || channels % 2 || b.span % kvq::run_slots(width))) return "runs";
+    if (channels && (!runs || channels < 0 || channels > b.channels || channels % 2 || b.span % kvq::run_slots(width))) return "runs";
   }
   if (runs && (b.stored_channels() < 2 || b.stored_channels() > b.channels)) return "runs";
   if (polar ? b.affine != kvq::kTokenGroups || b.table || b.rotated || b.pool || b.angle_bits < 1 || b.angle_bits >= b.bits || b.centre >= 0
@@ -160,7 +160,7 @@ struct Taker {
       runs.place = take("places of " + name, ffi::S32, {heads, body.channels}, false);
       runs.scale = take("scale of " + name, ffi::F32, {heads, body.channels}, false);
     } else {
-      runs.synthesis = take("synthesis of " + name, ffi::F32, {heads, body.stored_channels(), body.channels}, false);
+      runs.synthesis = take("synthesis of " + name, ffi::F32, {heads, body.channels, body.channels}, false);
     }
     runs.mean = take("mean of " + name, ffi::F32, {heads, body.channels}, false);
     return runs;

@@ -98,11 +98,11 @@ static void fill_runs(StoredSide& s, const Body& body, int64_t batch, int64_t he
   for (int64_t i = 0; i < heads * body.channels; i++)  // pairs in another order for each head, those of a pair side by side
     s.place[i] = int32_t(2 * ((i + i / body.channels + 3) % (body.channels / 2)) + i % body.channels / (body.channels / 2));
   s.run_steps = random_floats(kRunWidths), s.factors = random_floats(heads * body.channels), s.mean = random_floats(heads * body.channels);
-  s.synthesis = random_floats(heads * body.channels * body.stored_channels());
+  s.synthesis = random_floats(heads * body.channels * body.channels);
   runs.exponent = {reinterpret_cast<const char*>(s.exponent.data()), heads * capacity, capacity};
   runs.place = {reinterpret_cast<const char*>(s.place.data()), 0, row}, runs.scale = {reinterpret_cast<const char*>(s.factors.data()), 0, row};
   runs.mean = {reinterpret_cast<const char*>(s.mean.data()), 0, row};
-  runs.synthesis = {reinterpret_cast<const char*>(s.synthesis.data()), 0, row * body.stored_channels()};
+  runs.synthesis = {reinterpret_cast<const char*>(s.synthesis.data()), 0, row * body.channels};
   runs.steps = s.run_steps.data();
 }
 

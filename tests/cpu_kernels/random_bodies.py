@@ -124,8 +124,8 @@ class Case:
         stored, mean = u.shape[-1], 0.5 * rng.normal(size=(heads, self.channels)).astype(np.float32)
         arrays = [*map(np.asarray, words), exponents, steps]
         if not self.rotated:
-            synthesis = rng.normal(size=(heads, stored, self.channels)).astype(np.float32)
-            return [*arrays, synthesis, mean], np.einsum("bktc,kch->bkth", u, synthesis) + mean[None, :, None]
+            synthesis = rng.normal(size=(heads, self.channels, self.channels)).astype(np.float32)
+            return [*arrays, synthesis, mean], np.einsum("bktc,kch->bkth", u, synthesis[:, :stored]) + mean[None, :, None]
         half = self.channels // 2
         ranks = np.stack([rng.permutation(half) for _ in range(heads)])
         place = np.concatenate([2 * ranks, 2 * ranks + 1], axis=-1).astype(np.int32)

@@ -107,8 +107,7 @@ class WaterfillCodec(Codec):
         return native_bodies.runs(self.layouts(), self.head_dim, pre_rope=self.before_rope)
 
     def kernel_arrays(self, params: Tree, body: WaterfillArray) -> list[Array]:
-        own = (_given(params)[name] for name in self.read_by_kernels)
-        parameters = [array[:, : self.stored_channels] if array.ndim == 3 else array for array in own]
+        parameters = [_given(params)[name] for name in self.read_by_kernels]
         return [*jax.tree.leaves(body), jnp.asarray(STEPS[1:], jnp.float32), *parameters]
 
     def describe(self) -> dict[str, Any]:
