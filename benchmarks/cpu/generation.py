@@ -1,9 +1,10 @@
-"""Decode steps of one checkpoint by kvq and by transformers, each with its caches, greedy and one sequence.
+"""Decode steps of one checkpoint by kvq, transformers and llama.cpp, each with its caches, greedy and one sequence.
 
     python -m benchmarks.cpu.generation --model smollm2 --json generation_cpu.json
 
-All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are fp32 in both; both use all cores.
-Quantized caches of transformers need the packages optimum-quanto and hqq; those that are not installed are left out, and said so.
+All read the same prompt, then take turns, a step each, and go on with their own tokens. Weights are fp32 in all of them; all use all cores.
+Quantized caches of transformers need the packages optimum-quanto and hqq, llama.cpp needs llama-cpp-python and a model that is a GGUF file;
+what is not installed is left out, and said so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import os
 import pathlib
 import sys
 import tempfile
@@ -24,10 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
+from benchmarks.cpu import llama_cpp_steps
 from benchmarks.markdown import table
 from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models import decode_step, load_llama, prefill, prepare, save_llama
 from kvq_models.llama.model import Llama
+from kvq_models.named_models.names import located
 
 CACHES = ("dense", "kivi:bits=4", "kivi:bits=2", "innerq:bits=2")
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}  # backends of transformers' QuantizedCache
@@ -56,6 +60,7 @@ class GenerationReport(Report):
     model: str
     transformers: str
     torch: str
+    llama_cpp: str | None
     cores: int
     missing: tuple[str, ...]
     rows: tuple[GenerationRow, ...]
@@ -116,6 +121,15 @@ def installed(backend: str) -> bool:
         return False
 
 
+def _for_llama_cpp(model: str | os.PathLike[str], directory: pathlib.Path) -> pathlib.Path | None:
+    """Return a file with fp32 weights that llama.cpp reads; None where it is not installed, or the model is no GGUF file."""
+    source = pathlib.Path(model)
+    if llama_cpp_steps.version() is None or source.suffix != ".gguf":
+        return None
+    llama_cpp_steps.write_float32(source, directory / "float32.gguf")
+    return directory / "float32.gguf"
+
+
 def timed(ways: dict[str, Step], prompt: int, steps: int) -> Iterator[GenerationRow]:
     """Yield the times of `steps` steps of each way; they take turns, and the first step of each does not count."""
     samples: dict[str, list[float]] = {way: [] for way in ways}
@@ -134,7 +148,9 @@ def page(report: GenerationReport, file: pathlib.Path) -> str:
     lines = [
         f"# {report.title}",
         f"`{report.command}` on {report.date}, device {report.device}, {report.cores} cores; JAX {report.jax_version}, Python "
-        f"{report.python_version}, transformers {report.transformers}, torch {report.torch}. Raw numbers: [{file.name}]({file.name}).",
+        f"{report.python_version}, transformers {report.transformers}, torch {report.torch}"
+        + (f", llama-cpp-python {report.llama_cpp}" if report.llama_cpp else "")
+        + f". Raw numbers: [{file.name}]({file.name}).",
         "One sequence, fp32 weights, greedy. All ways take turns, a step each. Tokens a second follow from the mean of all steps, also of "
         "those that quantize; the ratio is to kvq's dense cache at the same prompt."
         + "".join(f" Not installed, so not measured: {name}." for name in report.missing),
@@ -174,22 +190,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[GenerationRow] = []
     with tempfile.TemporaryDirectory() as directory:
         save_llama(llama, directory)
+        in_float32 = _for_llama_cpp(located(args.model), pathlib.Path(directory))
         for length in args.prompt:
             prompt = np.resize(ids, length)
             print(f"{length} tokens: reading the prompt in each way", file=sys.stderr)
             ways = {f"kvq, {spec}": ours(llama, spec, prompt, args.steps) for spec in args.cache}
             ways |= dict(theirs(pathlib.Path(directory), prompt))
+            if in_float32 is not None:
+                caches = llama_cpp_steps.CACHES
+                ways |= {f"llama.cpp, {cache}": llama_cpp_steps.Steps(in_float32, prompt, args.steps, cache) for cache in caches}
             for row in timed(ways, length, args.steps):
                 print(f"    {row.way:32s} {row.tokens_per_second:6.1f} tokens/s", file=sys.stderr)
                 rows.append(row)
+    with_llama_cpp = in_float32 is not None
     report = GenerationReport(
-        title=f"Tokens a second of {args.model}, kvq beside transformers",
+        title=f"Tokens a second of {args.model}, kvq beside transformers" + (" and llama.cpp" if with_llama_cpp else ""),
         **header(("benchmarks.cpu.generation", *arguments(argv))),
         model=args.model,
         transformers=transformers.__version__,
         torch=torch.__version__,
+        llama_cpp=llama_cpp_steps.version() if with_llama_cpp else None,
         cores=cores(),
-        missing=tuple(PACKAGES[name] for name in PACKAGES if not installed(name)),
+        missing=(*(PACKAGES[name] for name in PACKAGES if not installed(name)), *([] if with_llama_cpp else ["llama.cpp"])),
         rows=tuple(rows),
     )
     if args.json:
