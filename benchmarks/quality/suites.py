@@ -11,7 +11,7 @@ from benchmarks.quality.tables.innerq import innerq
 from benchmarks.quality.tables.kvquant import kvquant
 from benchmarks.quality.tables.polarquant import polarquant
 from benchmarks.quality.tables.squat import squat
-from benchmarks.quality.tables.waterfill import waterfill
+from benchmarks.quality.tables.waterfill import plans, waterfill
 from benchmarks.quality.tables.xquant import xquant
 
 SUITES: dict[str, Callable[[], Suite]] = {
@@ -22,6 +22,7 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "xquant": xquant,
     "equal_bits": equal_bits,
     "waterfill": waterfill,
+    "plans": plans,
     "squat_baselines": squat_baselines,
     "anchors": anchors,
 }

@@ -1,6 +1,9 @@
-"""Waterfill beside every other method of the registry, from 1.5 to 5 stored bits, with the same windows."""
+"""Waterfill beside every other method of the registry, from 1.5 to 5 stored bits, with the same windows; and plans beside the nearest."""
 
 from __future__ import annotations
+
+import json
+import pathlib
 
 from benchmarks.quality.comparison import Suite, listed
 from benchmarks.quality.tables.equal_bits import WIDE, WINDOW
@@ -55,3 +58,21 @@ def waterfill() -> Suite:
             listed("The other methods", ((cache, cache) for cache in others), KIVI),
         ),
     )
+
+
+def plans() -> Suite:
+    """Return one table: what `kvq plan` finds for SmolLM2 at each budget, and the nearest other caches."""
+    file = pathlib.Path(__file__).with_name("plans_smollm2.json")
+    found = json.loads(file.read_text(encoding="utf-8"))["plans"]
+    ours = [(f"plan, {bits} bits", f"{spec},{WINDOW}") for bits, spec in found.items()]
+    others = (
+        f"xquant:bits=4,{WIDEST}",
+        f"turboquant:bits=4,{WINDOW}",
+        f"kivi:bits=4,{WINDOW}",
+        f"xquant:bits=3,{WIDEST}",
+        f"turboquant:bits=3,{WINDOW}",
+        f"xquant_cl:bits=2,{WIDEST}",
+        f"turboquant:bits=2,{WINDOW}",
+        KIVI,
+    )
+    return Suite("Plans of `kvq plan` for SmolLM2", (listed("Plans at each budget", (*ours, *((cache, cache) for cache in others)), KIVI),))
