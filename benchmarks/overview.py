@@ -165,6 +165,9 @@ def page(report: OverviewReport, file: pathlib.Path) -> str:
         "`kvquant` and `waterfill` are calibrated on "
         f"{report.calibration_text}."
     )
+    for row in report.rows:
+        if "k" in row.measured.dropped:
+            said += f" Of the keys' outliers of `{row.cache}` {row.measured.dropped['k']:.1%} found no slot."
     return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows)), verdict(report)])
 
 
