@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvq_jax as kvq
-from benchmarks.markdown import head, table
+from benchmarks.markdown import table
 from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models import decode_step, load_llama, prefill, prepare, save_llama
 from kvq_models.llama.model import Llama
@@ -132,7 +132,9 @@ def timed(ways: dict[str, Step], prompt: int, steps: int) -> Iterator[Generation
 
 def page(report: GenerationReport, file: pathlib.Path) -> str:
     lines = [
-        *head(report, file, f"{report.cores} cores; transformers {report.transformers}, torch {report.torch}."),
+        f"# {report.title}",
+        f"`{report.command}` on {report.date}, device {report.device}, {report.cores} cores; JAX {report.jax_version}, Python "
+        f"{report.python_version}, transformers {report.transformers}, torch {report.torch}. Raw numbers: [{file.name}]({file.name}).",
         "One sequence, fp32 weights, greedy. All ways take turns, a step each. Tokens a second follow from the mean of all steps, also of "
         "those that quantize; the ratio is to kvq's dense cache at the same prompt."
         + "".join(f" Not installed, so not measured: {name}." for name in report.missing),

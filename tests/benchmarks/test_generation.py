@@ -38,4 +38,3 @@ def test_the_page_tells_ratios_to_the_first_cache_and_what_is_missing(tmp_path: 
     text = page(report, tmp_path / "generation.json")
     assert "| 9 | kvq, kivi:bits=2 | 100.0 | 2.00 | 10.0 |" in text
     assert "Not installed, so not measured: hqq." in text
-    assert report.commit in text
