@@ -111,9 +111,10 @@ def run(options: argparse.Namespace) -> None:
         )
         for cache, one in zip(options.cache, wanted, strict=True)
     )
+    chosen = () if tuple(options.cache) == CACHES else ("--cache", *options.cache)
     report = OverviewReport(
         title="Caches at a glance",
-        **header(["benchmarks.overview", *words_of(options)]),
+        **header(["benchmarks.overview", *words_of(options), *chosen]),
         sized_model=llama_8b.NAME,
         context=CONTEXT,
         measured_model=f"{bench.name}, float32",
