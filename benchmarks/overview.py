@@ -111,9 +111,10 @@ def run(options: argparse.Namespace) -> None:
         )
         for cache, one in zip(options.cache, wanted, strict=True)
     )
+    chosen = () if tuple(options.cache) == CACHES else ("--cache", *options.cache)
     report = OverviewReport(
         title="Caches at a glance",
-        **header(["benchmarks.overview", *words_of(options)]),
+        **header(["benchmarks.overview", *words_of(options), *chosen]),
         sized_model=llama_8b.NAME,
         context=CONTEXT,
         measured_model=f"{bench.name}, float32",
@@ -165,6 +166,9 @@ def page(report: OverviewReport, file: pathlib.Path) -> str:
         "`kvquant` and `waterfill` are calibrated on "
         f"{report.calibration_text}."
     )
+    for row in report.rows:
+        if "k" in row.measured.dropped:
+            said += f" Of the keys' outliers of `{row.cache}` {row.measured.dropped['k']:.1%} found no slot."
     return "\n\n".join([*head(report, file, said), table(columns, map(_line, report.rows)), verdict(report)])
 
 

@@ -20,6 +20,7 @@ from kvq_jax.attention import reference
 from kvq_jax.cache.cache import CacheDims
 from kvq_jax.cache.update import decode_layer, prefill_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState
+from kvq_jax.types.rope import rotate
 
 CACHES = ("kivi", "squat", "squat:rank=60,block_channels=32", "kivi:pre_rope=true", "squat_pre")
 
@@ -71,7 +72,8 @@ def _inputs(shape: Shape, start: int, tokens: int) -> kvq.LayerInputs:
     q, k, v = normal(shape.kv_heads * shape.group), normal(shape.kv_heads), normal(shape.kv_heads)
     positions = jnp.broadcast_to(jnp.arange(start, start + tokens, dtype=jnp.int32), (shape.batch, tokens))
     rope = kvq.Rope(jnp.asarray(1e4 ** (-np.arange(shape.head_dim // 2) / (shape.head_dim // 2)), jnp.float32), jnp.ones((), jnp.float32))
-    return kvq.LayerInputs(None, q, q, k, k, v, positions, positions >= 0, rope)
+    q_rot, k_rot = (rotate(rows, positions, rope) for rows in (q, k))
+    return kvq.LayerInputs(None, q, q_rot, k, k_rot, v, positions, positions >= 0, rope)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

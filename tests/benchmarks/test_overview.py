@@ -45,6 +45,7 @@ def test_the_body_share_counts_the_tokens_before_each_position():
 def test_a_run_measures_every_cache(report: OverviewReport):
     exact, coded = report.rows
     assert tuple(row.cache for row in report.rows) == CACHES
+    assert report.command.endswith(f"--cache {' '.join(CACHES)}")
     assert abs(exact.measured.kl) < 1e-5
     assert coded.measured.kl > 1e-3
     assert coded.measured.agreement < exact.measured.agreement == 1

@@ -85,14 +85,14 @@ def test_deviation_falls_with_the_rank_to_zero_and_is_zero_inside():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("results")
-    small = ["--quick", "--head-dim", "32", "--kv-heads", "2", "--group", "2", "--cache", "kivi", "squat"]
+    small = ["--quick", "--head-dim", "32", "--kv-heads", "2", "--group", "2", "--cache", "kivi", "squat", "squat_pre"]
     squat_prefill.main([*small, "--json", str(folder / "squat_prefill_cpu.json")])
     return folder
 
 
 def test_the_prefill_benchmark_has_a_row_for_each_cache(results: pathlib.Path):
     report = CpuReport.read(results / "squat_prefill_cpu.json")
-    assert [row.implementation for row in report.rows] == ["kivi", "squat"]
+    assert [row.implementation for row in report.rows] == ["kivi", "squat", "squat_pre"]
     assert all(row.error < 1e-4 for row in report.rows)
     assert report.rows[1].cache_bytes > report.rows[0].cache_bytes, "the matrices take memory"
 
