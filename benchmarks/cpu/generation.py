@@ -27,7 +27,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from benchmarks.cpu import llama_cpp_steps
-from benchmarks.markdown import table
+from benchmarks.markdown import head, table
 from benchmarks.report_file import Report, arguments, cores, header
 from kvq_models import decode_step, load_llama, prefill, prepare, save_llama
 from kvq_models.llama.model import Llama
@@ -145,14 +145,13 @@ def timed(ways: dict[str, Step], prompt: int, steps: int) -> Iterator[Generation
 
 
 def page(report: GenerationReport, file: pathlib.Path) -> str:
+    versions = [f"transformers {report.transformers}", f"torch {report.torch}"]
+    versions += [f"llama-cpp-python {report.llama_cpp}"] if report.llama_cpp else []
     lines = [
-        f"# {report.title}",
-        f"`{report.command}` on {report.date}, device {report.device}, {report.cores} cores; JAX {report.jax_version}, Python "
-        f"{report.python_version}, transformers {report.transformers}, torch {report.torch}"
-        + (f", llama-cpp-python {report.llama_cpp}" if report.llama_cpp else "")
-        + f". Raw numbers: [{file.name}]({file.name}).",
+        *head(report, file, f"{report.cores} cores; {', '.join(versions)}."),
         "One sequence, fp32 weights, greedy. All ways take turns, a step each. Tokens a second follow from the mean of all steps, also of "
         "those that quantize; the ratio is to kvq's dense cache at the same prompt."
+        + (" llama.cpp attends by its flash attention, which quantized values need." if report.llama_cpp else "")
         + "".join(f" Not installed, so not measured: {name}." for name in report.missing),
     ]
     rows = []
