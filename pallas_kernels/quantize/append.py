@@ -86,10 +86,10 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
     the format, or a block does not fit the ring.
     """
     batch, heads, _, channels = sides[0].row.shape
-    works, inputs, stored = list[_Work](), list[Array](), list[Array]()
+    works, inputs, stored, rows = list[_Work](), list[Array](), list[Array](), _new_rows(sides)
     start, warps = 0, 1
     for side in sides:
-        given, kept, slots = [side.row], [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
+        given, kept, slots = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
         unit, job = block, None
         if isinstance(side.blocks, Rows):
             if block != 1:
@@ -110,12 +110,12 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
         start, inputs, stored = start + works[-1].units, inputs + given, stored + kept
     aliased = [whole_array_but(2, array, (0, 1)) for array in stored]
     outputs = triton_call(
-        functools.partial(_kernel, works=tuple(works)),
+        functools.partial(_kernel, works=tuple(works), rows=len(rows)),
         name="append_token",
         grid=(batch, heads, start),
         in_specs=[
             *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(places),
-            *(whole_array_but(2, array, (0, 1)) for array in inputs),
+            *(whole_array_but(2, array, (0, 1)) for array in (*rows, *inputs)),
             *aliased,
         ],
         out_specs=aliased,
@@ -123,9 +123,16 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
         launch=launch,
         num_warps=warps,
         num_stages=1,
-        aliases={len(places) + len(inputs) + i: i for i in range(len(stored))},
-    )(*(array.astype(jnp.int32) for array in places), *inputs, *stored)
+        aliases={len(places) + len(rows) + len(inputs) + i: i for i in range(len(stored))},
+    )(*(array.astype(jnp.int32) for array in places), *rows, *inputs, *stored)
     return tuple(_with_arrays(side, own) for side, own in zip(sides, _by_side(outputs, [work.stored for work in works]), strict=True))
+
+
+def _new_rows(sides: Sequence[Side]) -> list[Array]:
+    """Return the new rows of all sides as one array [B, K, sides, H], which XLA makes in one launch; one by one where they differ in shape
+    or dtype."""
+    rows = [side.row for side in sides]
+    return [jnp.concatenate(rows, axis=2)] if len({(row.shape, row.dtype) for row in rows}) == 1 else rows
 
 
 def _by_side(arrays: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
@@ -146,14 +153,15 @@ def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
 
 
 def _kernel(
-    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]
+    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...], rows: int
 ) -> None:
-    # refs: of each side the row [1, H] and the divisor [1, H] if any; then sink [E, H] if any, ring [R, H], the body's words [S / n, w],
-    # scale and zero of each side as they were; and these as they become
+    # refs: the new rows, [sides, H] or [1, H] of each side; of each side the divisor [1, H] if any; then sink [E, H] if any, ring [R, H],
+    # the body's words [S / n, w], scale and zero of each side as they were; and these as they become
     held = sum(work.stored for work in works)
-    of_sides = _by_side(refs[: -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
+    of_sides = _by_side(refs[rows : -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
     program, position, new, leaving = pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
-    for work, (row, *divisor), arrays in zip(works, *of_sides, strict=True):
+    for side, (work, divisor, arrays) in enumerate(zip(works, *of_sides, strict=True)):
+        row = refs[side if rows == len(works) else 0].at[pl.ds(0 if rows == len(works) else side, 1), :]
         sink = arrays[0] if work.sink else None
         ring, *body = arrays[1:] if work.sink else arrays
         writes = new & (program == work.start)

@@ -99,15 +99,15 @@ def inputs_of(case: QuantizeCase) -> tuple[Packed, jax.Array, np.ndarray]:
 
 @pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
 def test_a_block_is_written_in_its_place_and_nothing_else(case):
+    check_blocks(case, INTERPRETED)
+
+
+def check_blocks(case: QuantizeCase, launch: Launch) -> None:
     body, ring, first = inputs_of(case)
-    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED)
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED)), wrong
-    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), INTERPRETED), (
-        "a row that keeps its block would pass for any other"
-    )
-    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, INTERPRETED), (
-        "another block of the ring would pass"
-    )
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), launch)
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, launch)), wrong
+    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), launch), "a row that keeps its block would pass for any other"
+    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, launch), "another block of the ring would pass"
 
 
 def test_a_shard_writes_a_block_where_it_holds_it():
@@ -182,16 +182,42 @@ def test_every_case_runs_on_a_gpu(case, arithmetic):
     assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), wrong
 
 
-def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
+def rows_and_places() -> tuple[jax.Array, jax.Array, jax.Array, Places]:
+    """Return a body of rows, a ring of one slot, new rows, and where they go: into a shard, which has other numbers than the whole."""
     rng = np.random.default_rng(3)
     body, ring, row = (jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1))
-    place, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])  # of a shard, which has other numbers than the whole
-    places = Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving)
-    [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=1, launch=INTERPRETED)
+    place, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])
+    return body, ring, row, Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving)
+
+
+def append_rows(body: jax.Array, ring: jax.Array, row: jax.Array, places: Places, launch: Launch, block: int = 1) -> jax.Array:
+    [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=block, launch=launch)
+    assert isinstance(side.blocks, Rows)
+    return side.blocks.body
+
+
+def check_rows(launch: Launch) -> None:
+    body, ring, row, places = rows_and_places()
     expected = np.asarray(body).copy()
     for b, at in ((0, 0), (2, 39)):
         expected[b, :, at] = np.asarray(row)[b, :, 0]
-    np.testing.assert_array_equal(side.blocks.body, expected)
-    assert not np.array_equal(expected, body), "nothing was written"
+    assert not np.array_equal(expected, body), "nothing is written"
+    np.testing.assert_array_equal(append_rows(body, ring, row, places, launch), expected)
+
+
+def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
+    check_rows(INTERPRETED)
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
-        append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=32, launch=INTERPRETED)
+        append_rows(*rows_and_places(), INTERPRETED, block=32)
+
+
+def test_a_body_of_rows_lowers_for_cuda():
+    given = jax.eval_shape(rows_and_places)
+    assert "append_token" in lower_for_cuda(lambda *given: append_rows(*given, Launch()), *given)
+
+
+@pytest.mark.gpu
+def test_a_body_of_rows_takes_the_new_one_on_a_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    check_rows(Launch())
