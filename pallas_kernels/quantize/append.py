@@ -80,8 +80,9 @@ class _Work:
 def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: Launch = LAUNCH) -> tuple[Side, ...]:
     """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
 
-    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of the block, so that a block
-    never wraps, and the block that leaves does not hold the new token. first, place: multiples of the block. Equations and exactness are
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of what a program quantizes, a
+    group of tokens or SPAN of them, so that a block wraps only between two programs. The block that leaves does not hold the new token.
+    first, place: multiples of the block. Equations and exactness are
     those of `quantize_rows`. A body of rows takes the new one at `place` where it leaves. Raises ValueError where the kernel cannot serve
     the format, or a block does not fit the ring.
     """
@@ -97,11 +98,11 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
             kept.append(side.blocks.body)
         elif side.blocks is not None:
             body, reader, scheme, bits, divisor = side.blocks
-            if slots % block:
-                raise ValueError(f"a ring of {slots} slots does not hold whole blocks of {block} tokens")
-            check_format(side.ring[:, :, :block], reader, scheme, bits)
             over_tokens = reader.axis == "tokens"
             unit, job = reader.group if over_tokens else SPAN, Job(reader, scheme, bits, divisor is not None, 1, launch.asm)
+            if slots % unit or slots < block:
+                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {unit}")
+            check_format(side.ring[:, :, :block], reader, scheme, bits)
             warps = max(warps, 1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels)))
             given += [] if divisor is None else [divisor.astype(jnp.float32)]
             kept += [*body.words, body.scale, *([] if body.zero is None else [body.zero])]
@@ -186,7 +187,7 @@ def _kernel(
 
             @pl.when(leaving & (own >= 0) & (own < work.units))
             def _(work=work, job=work.job, ring=ring, body=body, divisor=divisor, own=own) -> None:
-                at, slot = place_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
+                at, slot = place_ref[0] + own * work.unit, (first_ref[0] + own * work.unit) % work.ring
                 words, scale, zero = (body[:-1], body[-1], None) if job.reader.centre is not None else (body[:-2], *body[-2:])
                 views, kernel = (_token_views, token_kernel) if job.reader.axis == "tokens" else (_channel_views, channel_kernel)
                 rows, *others = views(job, ring, words, scale, zero, at, slot)

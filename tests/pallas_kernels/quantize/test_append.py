@@ -25,7 +25,7 @@ def block_of(case: QuantizeCase) -> int:
     return 64 if case.format.axis == "tokens" and case.format.group_size == 64 else 32
 
 
-@functools.partial(jax.jit, static_argnames=("case", "launch"))
+@functools.partial(jax.jit, static_argnames=("case", "launch", "block"))
 def append(
     case: QuantizeCase,
     body: Packed,
@@ -35,11 +35,12 @@ def append(
     divisor: jax.Array | None,
     launch: Launch,
     place: jax.Array | None = None,
+    block: int | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
     blocks = Blocks(body, reader_of(case.format), case.scheme, case.format.bits, divisor)
     places = Places(first, none, first, first if place is None else place, leaving > 0)
-    [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block_of(case), launch=launch)
+    [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block or block_of(case), launch=launch)
     assert isinstance(side.blocks, Blocks)
     return side.blocks.body
 
@@ -67,12 +68,12 @@ def wrong_in(
     leaving: np.ndarray,
     launch: Launch,
     place: np.ndarray | None = None,
+    block: int | None = None,
 ) -> list[str]:
     """Name every row and array that is not what it should be. first, place: as `Places` has them; one is the other by default."""
     place = first if place is None else place
-    block, slots = block_of(case), ring.shape[2]
-    at = first % slots
-    rows = jnp.stack([ring[b, :, at[b] : at[b] + block] for b in range(len(ring))])
+    block, slots = block or block_of(case), ring.shape[2]
+    rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
     new = arrays_of(case, quantized(case, rows, divisor_of(case, len(ring)), launch))
     old, found = arrays_of(case, before), arrays_of(case, after)
     wrong = []
@@ -119,10 +120,20 @@ def test_a_shard_writes_a_block_where_it_holds_it():
     assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), "the tokens at its place in the ring would pass"
 
 
-def test_a_ring_that_would_wrap_within_a_block_is_refused():
+@pytest.mark.parametrize("case", [CASES[2], CASES[6]], ids=lambda case: case.id)
+def test_a_block_may_wrap_between_the_groups_of_its_tokens(case):
+    body, ring, _ = inputs_of(case)
+    first, block = np.array([64, 0, 0], np.int32), 64  # of 96 slots: the second half of the first block is at the ring's begin
+    after = append(case, body, ring, first, LEAVING, None, INTERPRETED, block=block)
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)), wrong
+    ends = jnp.concatenate([ring[:, :, 64:], ring[:, :, 64:], ring[:, :, 64:]], axis=2)
+    assert wrong_in(case, ends, body, after, first, LEAVING, INTERPRETED, block=block), "other tokens of the ring would pass"
+
+
+def test_a_ring_that_would_wrap_within_a_group_is_refused():
     case = CASES[2]
     body, ring, first = inputs_of(case)
-    with pytest.raises(ValueError, match="a ring of 95 slots does not hold whole blocks of 32"):
+    with pytest.raises(ValueError, match="a ring of 95 slots does not hold a block of 32 tokens in whole runs of 32"):
         append(case, body, ring[:, :, :95], first, LEAVING, None, INTERPRETED)
 
 

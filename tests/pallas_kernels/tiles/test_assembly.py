@@ -61,7 +61,7 @@ def test_attention_to_windows_is_that_of_their_tokens():
     test_windows.check(20, ASSEMBLY)
 
 
-@pytest.mark.parametrize("case", (test_quantize.CASES[0], test_quantize.CASES[7]), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [test_quantize.CASES[0], test_quantize.CASES[7]], ids=lambda case: case.id)
 def test_a_block_is_appended_as_it_is_quantized(case):
     test_append.check_blocks(case, ASSEMBLY)
 
