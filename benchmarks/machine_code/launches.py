@@ -123,8 +123,9 @@ def limit_us(spec: str, batch: int, tokens: int, target: Target = H200) -> float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The launches of a layer. launches: their number by name; loops, branches: thunks that no command buffer captures; limit_us: the bytes
-    of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step; outside: its launches in none."""
+    """The launches of a layer. launches: their number by name; loops, branches: thunks of these kinds, which some versions of XLA capture
+    in no command buffer; limit_us: the bytes of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole
+    step; outside: its launches in none."""
 
     spec: str
     target: str
@@ -227,8 +228,8 @@ def page(report: LaunchReport, file: pathlib.Path) -> str:
     said = (
         f"A layer of a decode step of {NAME} in bfloat16, compiled for {targets} without a GPU. Times are estimates: {NODE_US:g} us for a "
         "launch, and the cache's bytes at the bandwidth of a copy; nothing was run. Products are the projections of the layer, and scores "
-        "and values of windows that XLA reads; their weights' bytes are not in the table. A loop or a branch is what no command buffer "
-        "captures."
+        "and values of windows that XLA reads; their weights' bytes are not in the table. A branch counts as its longer side; where there "
+        "is more than one graph, it is in none, and the host waits for its condition."
     )
     names = [
         f"`{row.spec}`, {row.tokens // 1024}K x {row.batch}, JAX {row.jax}: " + ", ".join(_counted(row.launches)) for row in report.rows
