@@ -1,11 +1,12 @@
 """What a layer of a decode step launches on a GPU: compiled for one that this machine does not have, read from XLA's list of thunks.
 
     python -m benchmarks.machine_code.launches --json benchmarks/results/launches_jax_0_10.json
-    python -m benchmarks.machine_code.launches --case 'kivi' --batch 16        a few of the cases, on the terminal
+    python -m benchmarks.machine_code.launches --case kivi --points 32768:16       a few of the cases, on the terminal
 
-A layer is what lies between two of its neighbours' attention kernels. Loops count as often as their bodies run, a branch as its longer
-side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that the file has
-of the same commit are kept, so a run that was cut short goes on, and one of some cases adds to another's. Needs the extra `aot`.
+A layer ends with its attention kernel, with the last one where heads come in groups. Loops count as often as their bodies run, a branch as
+its longer side. Times are estimates: NODE_US for each launch, and the bytes of the cache at the bandwidth that a copy reaches. Rows that
+the file has of the same commit are kept, so a run that was cut short goes on, and one of some cases adds to another's. Needs the extra
+`aot`.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ def thunks(text: str) -> list[Thunk]:
 
 
 def of_a_layer(top: list[Thunk]) -> list[Thunk]:
-    """Return the thunks after the last but one attention kernel up to the last. Raise ValueError where there are none."""
+    """Return the thunks after the attention kernels of the last but one layer up to those of the last, of which each layer has equally
+    many: one for each group of heads. Raise ValueError where it has not."""
     places = [i for i, thunk in enumerate(top) if thunk.name.startswith(KERNEL)]
-    if len(places) < LAYERS:
+    each, rest = divmod(len(places), LAYERS)
+    if not each or rest:
         raise ValueError(f"{len(places)} kernels of attention in {LAYERS} layers: something else reads the cache")
-    return top[places[-2] + 1 : places[-1] + 1]
+    return top[places[-1 - each] + 1 : places[-1] + 1]
 
 
 def captured(text: str) -> tuple[int, int]:
@@ -120,9 +123,9 @@ def limit_us(spec: str, batch: int, tokens: int, target: Target = H200) -> float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The launches of a layer. launches: their number by name; loops, branches: thunks that no command buffer captures; limit_us: the bytes
-    of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole step; outside: its launches in none. The last
-    two are -1 in files that were made before they were counted."""
+    """The launches of a layer. launches: their number by name; loops, branches: thunks of these kinds, which some versions of XLA capture
+    in no command buffer; limit_us: the bytes of the layer's cache at the target's copy bandwidth; graphs: command buffers of the whole
+    step; outside: its launches in none."""
 
     spec: str
     target: str
@@ -133,8 +136,8 @@ class Row:
     loops: int
     branches: int
     limit_us: float
-    graphs: int = -1
-    outside: int = -1
+    graphs: int
+    outside: int
 
     @property
     def case(self) -> tuple[str, int, int, str]:
@@ -214,8 +217,7 @@ HEADER = (
 
 
 def line(row: Row) -> tuple[str, ...]:
-    counted = row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside
-    counts = ("-" if n < 0 else f"{n}" for n in counted)
+    counts = map(str, (row.total, row.matrices, row.beside, row.loops, row.branches, row.graphs, row.outside))
     times = f"{row.beside * NODE_US:.0f}", f"{row.limit_us:.1f}", f"{row.over_limit:.2f}"
     return f"`{row.spec}`", row.jax, f"{row.tokens // 1024}K x {row.batch}", *counts, *times
 
@@ -226,8 +228,8 @@ def page(report: LaunchReport, file: pathlib.Path) -> str:
     said = (
         f"A layer of a decode step of {NAME} in bfloat16, compiled for {targets} without a GPU. Times are estimates: {NODE_US:g} us for a "
         "launch, and the cache's bytes at the bandwidth of a copy; nothing was run. Products are the projections of the layer, and scores "
-        "and values of windows that XLA reads; their weights' bytes are not in the table. A loop or a branch is what no command buffer "
-        "captures."
+        "and values of windows that XLA reads; their weights' bytes are not in the table. A branch counts as its longer side; where there "
+        "is more than one graph, it is in none, and the host waits for its condition."
     )
     names = [
         f"`{row.spec}`, {row.tokens // 1024}K x {row.batch}, JAX {row.jax}: " + ", ".join(_counted(row.launches)) for row in report.rows
@@ -281,7 +283,10 @@ def earlier_rows(path: str | None, described: Header) -> tuple[Row, ...]:
     """Return the rows of a file that holds counts of the same sources and version of JAX, from a run that was cut short."""
     if path is None or not pathlib.Path(path).exists():
         return ()
-    earlier = LaunchReport.read(path)
+    try:
+        earlier = LaunchReport.read(path)
+    except TypeError:  # of another form, and so of other sources
+        return ()
     same = all(getattr(earlier, name) == described[name] for name in ("commit", "jax_version"))
     return earlier.rows if same and not earlier.commit.endswith("+") else ()
 

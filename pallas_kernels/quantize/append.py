@@ -80,16 +80,17 @@ class _Work:
 def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: Launch = LAUNCH) -> tuple[Side, ...]:
     """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
 
-    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of the block, so that a block
-    never wraps, and the block that leaves does not hold the new token. first, place: multiples of the block. Equations and exactness are
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of what a program quantizes, a
+    group of tokens or SPAN of them, so that a block wraps only between two programs. The block that leaves does not hold the new token.
+    first, place: multiples of the block. Equations and exactness are
     those of `quantize_rows`. A body of rows takes the new one at `place` where it leaves. Raises ValueError where the kernel cannot serve
     the format, or a block does not fit the ring.
     """
     batch, heads, _, channels = sides[0].row.shape
-    works, inputs, stored = list[_Work](), list[Array](), list[Array]()
+    works, inputs, stored, rows = list[_Work](), list[Array](), list[Array](), _new_rows(sides)
     start, warps = 0, 1
     for side in sides:
-        given, kept, slots = [side.row], [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
+        given, kept, slots = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
         unit, job = block, None
         if isinstance(side.blocks, Rows):
             if block != 1:
@@ -97,11 +98,11 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
             kept.append(side.blocks.body)
         elif side.blocks is not None:
             body, reader, scheme, bits, divisor = side.blocks
-            if slots % block:
-                raise ValueError(f"a ring of {slots} slots does not hold whole blocks of {block} tokens")
-            check_format(side.ring[:, :, :block], reader, scheme, bits)
             over_tokens = reader.axis == "tokens"
             unit, job = reader.group if over_tokens else SPAN, Job(reader, scheme, bits, divisor is not None, 1, launch.asm)
+            if slots % unit or slots < block:
+                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {unit}")
+            check_format(side.ring[:, :, :block], reader, scheme, bits)
             warps = max(warps, 1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels)))
             given += [] if divisor is None else [divisor.astype(jnp.float32)]
             kept += [*body.words, body.scale, *([] if body.zero is None else [body.zero])]
@@ -110,12 +111,12 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
         start, inputs, stored = start + works[-1].units, inputs + given, stored + kept
     aliased = [whole_array_but(2, array, (0, 1)) for array in stored]
     outputs = triton_call(
-        functools.partial(_kernel, works=tuple(works)),
+        functools.partial(_kernel, works=tuple(works), rows=len(rows)),
         name="append_token",
         grid=(batch, heads, start),
         in_specs=[
             *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(places),
-            *(whole_array_but(2, array, (0, 1)) for array in inputs),
+            *(whole_array_but(2, array, (0, 1)) for array in (*rows, *inputs)),
             *aliased,
         ],
         out_specs=aliased,
@@ -123,9 +124,16 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
         launch=launch,
         num_warps=warps,
         num_stages=1,
-        aliases={len(places) + len(inputs) + i: i for i in range(len(stored))},
-    )(*(array.astype(jnp.int32) for array in places), *inputs, *stored)
+        aliases={len(places) + len(rows) + len(inputs) + i: i for i in range(len(stored))},
+    )(*(array.astype(jnp.int32) for array in places), *rows, *inputs, *stored)
     return tuple(_with_arrays(side, own) for side, own in zip(sides, _by_side(outputs, [work.stored for work in works]), strict=True))
+
+
+def _new_rows(sides: Sequence[Side]) -> list[Array]:
+    """Return the new rows of all sides as one array [B, K, sides, H], which XLA makes in one launch; one by one where they differ in shape
+    or dtype."""
+    rows = [side.row for side in sides]
+    return [jnp.concatenate(rows, axis=2)] if len({(row.shape, row.dtype) for row in rows}) == 1 else rows
 
 
 def _by_side(arrays: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
@@ -146,14 +154,15 @@ def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
 
 
 def _kernel(
-    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...]
+    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...], rows: int
 ) -> None:
-    # refs: of each side the row [1, H] and the divisor [1, H] if any; then sink [E, H] if any, ring [R, H], the body's words [S / n, w],
-    # scale and zero of each side as they were; and these as they become
+    # refs: the new rows, [sides, H] or [1, H] of each side; of each side the divisor [1, H] if any; then sink [E, H] if any, ring [R, H],
+    # the body's words [S / n, w], scale and zero of each side as they were; and these as they become
     held = sum(work.stored for work in works)
-    of_sides = _by_side(refs[: -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
+    of_sides = _by_side(refs[rows : -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
     program, position, new, leaving = pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
-    for work, (row, *divisor), arrays in zip(works, *of_sides, strict=True):
+    for side, (work, divisor, arrays) in enumerate(zip(works, *of_sides, strict=True)):
+        row = refs[side if rows == len(works) else 0].at[pl.ds(0 if rows == len(works) else side, 1), :]
         sink = arrays[0] if work.sink else None
         ring, *body = arrays[1:] if work.sink else arrays
         writes = new & (program == work.start)
@@ -178,7 +187,7 @@ def _kernel(
 
             @pl.when(leaving & (own >= 0) & (own < work.units))
             def _(work=work, job=work.job, ring=ring, body=body, divisor=divisor, own=own) -> None:
-                at, slot = place_ref[0] + own * work.unit, first_ref[0] % work.ring + own * work.unit
+                at, slot = place_ref[0] + own * work.unit, (first_ref[0] + own * work.unit) % work.ring
                 words, scale, zero = (body[:-1], body[-1], None) if job.reader.centre is not None else (body[:-2], *body[-2:])
                 views, kernel = (_token_views, token_kernel) if job.reader.axis == "tokens" else (_channel_views, channel_kernel)
                 rows, *others = views(job, ring, words, scale, zero, at, slot)

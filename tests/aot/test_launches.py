@@ -9,7 +9,7 @@ from benchmarks.machine_code.tools import missing
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 
-MOST = 12  # beside the projections: queries, keys, values, append, windows, body, merge, a product, and twice a sum and a norm
+MOST = 11  # beside the projections: queries, keys and values, append, windows, body, merge, a product, and twice a sum and a norm
 MORE = {("innerq:bits=2", 64): 1}  # XLA cuts the queries out of the projection before two kernels take them, each in its own form
 
 

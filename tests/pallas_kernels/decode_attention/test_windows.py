@@ -69,15 +69,19 @@ def wrong_in(found: PartialAttention, wanted: PartialAttention) -> str | None:
 
 @pytest.mark.parametrize("sink", SINKS)
 def test_attention_is_that_of_the_tokens_outside_the_body(sink):
+    check(sink, Launch(interpret=True))
+
+
+def check(sink: int, launch: Launch) -> None:
     q, first, ring, everything = rows(sink)
     limits = body_tokens(TOKENS, sink)
-    found, wanted = attend(q, first, ring, TOKENS, limits, launch=Launch(interpret=True)), expected(q, everything, sink)
+    found, wanted = attend(q, first, ring, TOKENS, limits, launch=launch), expected(q, everything, sink)
     assert (wrong := wrong_in(found, wanted)) is None, wrong
     assert not np.asarray(found.l[0]).any(), "a row without tokens has seen some"
     assert limits.max() > 0, "no row has a body: nothing would show what is read from it"
-    late = attend(q, first, ring, TOKENS, limits + BLOCK, launch=Launch(interpret=True))
+    late = attend(q, first, ring, TOKENS, limits + BLOCK, launch=launch)
     assert wrong_in(late, wanted), "a window that begins one block later would pass"
-    early = attend(q, first, ring, np.maximum(TOKENS - 1, 0), limits, launch=Launch(interpret=True))
+    early = attend(q, first, ring, np.maximum(TOKENS - 1, 0), limits, launch=launch)
     assert wrong_in(early, wanted), "a window without the newest token would pass"
 
 

@@ -25,7 +25,7 @@ def block_of(case: QuantizeCase) -> int:
     return 64 if case.format.axis == "tokens" and case.format.group_size == 64 else 32
 
 
-@functools.partial(jax.jit, static_argnames=("case", "launch"))
+@functools.partial(jax.jit, static_argnames=("case", "launch", "block"))
 def append(
     case: QuantizeCase,
     body: Packed,
@@ -35,11 +35,12 @@ def append(
     divisor: jax.Array | None,
     launch: Launch,
     place: jax.Array | None = None,
+    block: int | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
     blocks = Blocks(body, reader_of(case.format), case.scheme, case.format.bits, divisor)
     places = Places(first, none, first, first if place is None else place, leaving > 0)
-    [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block_of(case), launch=launch)
+    [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block or block_of(case), launch=launch)
     assert isinstance(side.blocks, Blocks)
     return side.blocks.body
 
@@ -67,12 +68,12 @@ def wrong_in(
     leaving: np.ndarray,
     launch: Launch,
     place: np.ndarray | None = None,
+    block: int | None = None,
 ) -> list[str]:
     """Name every row and array that is not what it should be. first, place: as `Places` has them; one is the other by default."""
     place = first if place is None else place
-    block, slots = block_of(case), ring.shape[2]
-    at = first % slots
-    rows = jnp.stack([ring[b, :, at[b] : at[b] + block] for b in range(len(ring))])
+    block, slots = block or block_of(case), ring.shape[2]
+    rows = jnp.stack([ring[b][:, (first[b] + np.arange(block)) % slots] for b in range(len(ring))])
     new = arrays_of(case, quantized(case, rows, divisor_of(case, len(ring)), launch))
     old, found = arrays_of(case, before), arrays_of(case, after)
     wrong = []
@@ -99,15 +100,15 @@ def inputs_of(case: QuantizeCase) -> tuple[Packed, jax.Array, np.ndarray]:
 
 @pytest.mark.parametrize("case", some(CASES, CASES[::3]), ids=lambda case: case.id)
 def test_a_block_is_written_in_its_place_and_nothing_else(case):
+    check_blocks(case, INTERPRETED)
+
+
+def check_blocks(case: QuantizeCase, launch: Launch) -> None:
     body, ring, first = inputs_of(case)
-    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), INTERPRETED)
-    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED)), wrong
-    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), INTERPRETED), (
-        "a row that keeps its block would pass for any other"
-    )
-    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, INTERPRETED), (
-        "another block of the ring would pass"
-    )
+    after = append(case, body, ring, first, LEAVING, divisor_of(case, 3), launch)
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, launch)), wrong
+    assert wrong_in(case, ring, body, after, first, np.ones_like(LEAVING), launch), "a row that keeps its block would pass for any other"
+    assert wrong_in(case, jnp.roll(ring, block_of(case), 2), body, after, first, LEAVING, launch), "another block of the ring would pass"
 
 
 def test_a_shard_writes_a_block_where_it_holds_it():
@@ -119,10 +120,20 @@ def test_a_shard_writes_a_block_where_it_holds_it():
     assert wrong_in(case, ring, body, after, place, LEAVING, INTERPRETED), "the tokens at its place in the ring would pass"
 
 
-def test_a_ring_that_would_wrap_within_a_block_is_refused():
+@pytest.mark.parametrize("case", [CASES[2], CASES[6]], ids=lambda case: case.id)
+def test_a_block_may_wrap_between_the_groups_of_its_tokens(case):
+    body, ring, _ = inputs_of(case)
+    first, block = np.array([64, 0, 0], np.int32), 64  # of 96 slots: the second half of the first block is at the ring's begin
+    after = append(case, body, ring, first, LEAVING, None, INTERPRETED, block=block)
+    assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, INTERPRETED, block=block)), wrong
+    ends = jnp.concatenate([ring[:, :, 64:], ring[:, :, 64:], ring[:, :, 64:]], axis=2)
+    assert wrong_in(case, ends, body, after, first, LEAVING, INTERPRETED, block=block), "other tokens of the ring would pass"
+
+
+def test_a_ring_that_would_wrap_within_a_group_is_refused():
     case = CASES[2]
     body, ring, first = inputs_of(case)
-    with pytest.raises(ValueError, match="a ring of 95 slots does not hold whole blocks of 32"):
+    with pytest.raises(ValueError, match="a ring of 95 slots does not hold a block of 32 tokens in whole runs of 32"):
         append(case, body, ring[:, :, :95], first, LEAVING, None, INTERPRETED)
 
 
@@ -182,16 +193,42 @@ def test_every_case_runs_on_a_gpu(case, arithmetic):
     assert not (wrong := wrong_in(case, ring, body, after, first, LEAVING, Launch(arithmetic))), wrong
 
 
-def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
+def rows_and_places() -> tuple[jax.Array, jax.Array, jax.Array, Places]:
+    """Return a body of rows, a ring of one slot, new rows, and where they go: into a shard, which has other numbers than the whole."""
     rng = np.random.default_rng(3)
     body, ring, row = (jnp.asarray(rng.normal(size=(3, 2, tokens, 64)), jnp.bfloat16) for tokens in (40, 1, 1))
-    place, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])  # of a shard, which has other numbers than the whole
-    places = Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving)
-    [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=1, launch=INTERPRETED)
+    place, leaving = jnp.asarray([0, 7, 39]), jnp.asarray([True, False, True])
+    return body, ring, row, Places(2 * place + 1, jnp.asarray([True, False, True]), 2 * place + 1, place, leaving)
+
+
+def append_rows(body: jax.Array, ring: jax.Array, row: jax.Array, places: Places, launch: Launch, block: int = 1) -> jax.Array:
+    [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=block, launch=launch)
+    assert isinstance(side.blocks, Rows)
+    return side.blocks.body
+
+
+def check_rows(launch: Launch) -> None:
+    body, ring, row, places = rows_and_places()
     expected = np.asarray(body).copy()
     for b, at in ((0, 0), (2, 39)):
         expected[b, :, at] = np.asarray(row)[b, :, 0]
-    np.testing.assert_array_equal(side.blocks.body, expected)
-    assert not np.array_equal(expected, body), "nothing was written"
+    assert not np.array_equal(expected, body), "nothing is written"
+    np.testing.assert_array_equal(append_rows(body, ring, row, places, launch), expected)
+
+
+def test_a_body_of_rows_takes_the_new_one_where_it_leaves_and_nothing_else():
+    check_rows(INTERPRETED)
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
-        append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=32, launch=INTERPRETED)
+        append_rows(*rows_and_places(), INTERPRETED, block=32)
+
+
+def test_a_body_of_rows_lowers_for_cuda():
+    given = jax.eval_shape(rows_and_places)
+    assert "append_token" in lower_for_cuda(lambda *given: append_rows(*given, Launch()), *given)
+
+
+@pytest.mark.gpu
+def test_a_body_of_rows_takes_the_new_one_on_a_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU in this process")
+    check_rows(Launch())

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.pallas_kernels.decode_attention import test_decode, test_matvec
+from tests.pallas_kernels.decode_attention import test_decode, test_matvec, test_windows
 from tests.pallas_kernels.emulator import INSTRUCTIONS, Emulated
 from tests.pallas_kernels.kernel_cases import CASES, kernel_cases
-from tests.pallas_kernels.quantize import test_quantize
+from tests.pallas_kernels.quantize import test_append, test_quantize
 from tests.pallas_kernels.readers import test_codebook, test_polar
 from tests.pallas_kernels.tiles import test_table_lookup
 
@@ -55,6 +55,15 @@ def test_quantized_rows_are_those_of_quantize(case):
     found, wanted = test_quantize.fused(case, rows, divisor, ASSEMBLY), test_quantize.reference(case, rows, divisor)
     codes = test_quantize.wanted_codes(case, rows, divisor, wanted)
     assert (wrong := test_quantize.disagreement(case, found, wanted, codes)) is None, wrong
+
+
+def test_attention_to_windows_is_that_of_their_tokens():
+    test_windows.check(20, ASSEMBLY)
+
+
+@pytest.mark.parametrize("case", [test_quantize.CASES[0], test_quantize.CASES[7]], ids=lambda case: case.id)
+def test_a_block_is_appended_as_it_is_quantized(case):
+    test_append.check_blocks(case, ASSEMBLY)
 
 
 def attention(name: str) -> None:
