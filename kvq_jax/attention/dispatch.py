@@ -28,7 +28,7 @@ from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.readers.base import Reader
 
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 Chosen: TypeAlias = Launch | Literal["native"] | None  # a kernel, or None for XLA
@@ -66,17 +66,20 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
     most = 16 if channels <= 128 else 8  # what a program's registers hold
     if query_heads // plan.heads > most:
         return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {most} at head dim {channels}"
+    readers: list[Reader] = []
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
         reader = codec.kernel_reader()
         if isinstance(reader, str):
             return f"{name}: {reader}"
+        readers.append(reader)
         specs = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.held_capacity))
         together = (axis.per for spec in specs for axis in spec.axes if axis.name == "kv_heads")
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
-    if plan.regions.held_capacity < SPAN:
-        return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {SPAN}"
+    tile = max(reader.least_tile for reader in readers)
+    if plan.regions.held_capacity < tile:
+        return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {tile}"
     return None
 
 

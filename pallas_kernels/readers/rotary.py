@@ -53,6 +53,10 @@ class RotatedReader(Reader):
     shards: int = 1
 
     @property
+    def turns(self) -> bool:
+        return True
+
+    @property
     def slots(self) -> int:
         return self.inner.slots
 

@@ -64,11 +64,14 @@ class WordTiles(abc.ABC):
             runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
-    def number(self, bits: Sequence[Bit]) -> tuple[Half, int]:
-        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py."""
+    def number(self, bits: Sequence[Bit], least: int = 0) -> tuple[Half, int]:
+        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py.
+
+        least: the lowest bit of the mantissa that a code may begin at, which bounds the bias.
+        """
         # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
         first = bits[0].position
-        at = next(place for place in (first, first - 8, 0) if 0 <= place <= 10 - len(bits))
+        at = next(place for place in (first, first - 8, least) if least <= place <= 10 - len(bits))
         runs: list[Run] = []
         for i, bit in enumerate(bits):
             shift, mask = bit.position - (at + i), 1 << (at + i)
@@ -133,10 +136,12 @@ class PairedWords(WordTiles):
 def read_words(refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool) -> WordTiles:
     """Read the words of a tile of tokens. axis: along which neighbours are computed on together, the one that a dot will contract."""
     rows = pl.ds(tile.offset(layout.slots), tile.size // layout.slots)
-    tiles = [
-        [ref[rows, pl.ds(layout.width * j, layout.width)] for j in range(layout.tiles(bits))]
-        for ref, bits in zip(refs, layout.sets, strict=False)
-    ]
+    return read_rows(refs[: len(layout.sets)], rows, layout.width, tile, axis, asm)
+
+
+def read_rows(refs: Sequence[Any], rows: Any, width: int, tile: Tile, axis: int, asm: bool) -> WordTiles:
+    """Read rows of words of each plane set, in tiles of `width` words. rows: a slice, or the numbers of the rows."""
+    tiles = [[ref[rows, pl.ds(width * j, width)] for j in range(ref.shape[1] // width)] for ref in refs]
     return SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
 
 

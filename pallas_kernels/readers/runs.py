@@ -1,0 +1,283 @@
+"""Rows in runs of channels of one width each, with one factor for each token and head: the method `waterfill`.
+
+    u^_tc = g_t x_tc,    x = (code + 1/2 - 2^(b-1)),    g_t = 2^(scale_t / 8)        b, and a step, are those of the channel's run
+
+    scores    q . R(p) k^ = g_t sum_c f_c x_c (q_c cos + q'_c sin) + sum_c mu_c (q_c cos + q'_c sin)      cos, sin of p w_c;  f = s step
+    values    sum_t p_t v^_t = (sum_t (p_t g_t) x_tc step_c)_c A^-1 + mu sum_t p_t
+
+Keys are stored before RoPE, in a calibrated order of channels in which the two of a pair are neighbours; q' holds the partner of each
+query: the second of a pair for its first, minus the first for its second. So a rotation exchanges nothing between lanes. A token stands at
+
+    p = start of the tile + (32 s + r) + 2 a        span s, slot a of 16, row r of two
+
+The queries are turned back by the start, once for a tile, and by the slot's 2 a; keys meet the cosines and sines of their rows 32 s + r,
+which every tile and slot shares, with f, and so do the means. All tables are fp16.
+
+A run of b bits has its own number of tokens in a row of words. What shares a row is read so that all runs have the 16 slots of the
+thinnest plane: 16 / n rows of a span with n slots are as many slots, and a tile is 256 tokens, 16 rows of each slot.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float16, Int
+
+from pallas_kernels.angles import cos_and_sin
+from pallas_kernels.decode_attention.partial_attention import PartialAttention
+from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.rotary import rotated
+from pallas_kernels.readers.shared import dot, query_planes
+from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, subtract_constant
+from pallas_kernels.tiles.halves import Half, joined
+from pallas_kernels.tiles.layout import SPAN, PlaneLayout
+from pallas_kernels.tiles.tile import Tile
+from pallas_kernels.tiles.words import Bit, WordTiles, code_bits, read_rows
+
+SLOTS = 16
+ROWS = 16  # of a slot, the fewest that tensor cores take
+TILE = ROWS * SLOTS
+RUN = SPAN // SLOTS  # neighbouring tokens of a slot
+WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
+PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
+AT_ONCE = 8  # slots whose scores are summed together: those of the codes and of the means are apart
+
+Words = list[list[WordTiles]]  # of each run, for each 16 / n slots that one slot of its layout is read as
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsReader(Reader):
+    """What keys and values in runs have in common.
+
+    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 16
+    channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side.
+    """
+
+    layouts: tuple[PlaneLayout, ...]
+    channels: int
+
+    @property
+    def slots(self) -> int:
+        return SLOTS
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(layout.bits * layout.channels for layout in self.layouts) // 8
+
+    @property
+    def step(self) -> Step:
+        return Step(TILE, 2)
+
+    @property
+    def least_tile(self) -> int:
+        return TILE
+
+    @property
+    def longest_tile(self) -> int:
+        return TILE
+
+    @property
+    def stored(self) -> int:
+        """Return how many channels are stored."""
+        return sum(layout.channels for layout in self.layouts)
+
+    @property
+    def _words(self) -> int:
+        return sum(len(layout.sets) for layout in self.layouts)
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        words, scale = stored[: self._words], stored[self._words]
+        return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN))
+
+    def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
+        """Return the step of each stored channel."""
+        steps = stored[self._words + 1]
+        return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
+
+    def _read(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> Words:
+        found, left = [], list(refs)
+        for layout in self.layouts:
+            own, left = left[: len(layout.sets)], left[len(layout.sets) :]
+            row = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+            first = tile.offset(layout.slots) + row // RUN * (SPAN // layout.slots) + row % RUN
+            rows = [first + RUN * part for part in range(SLOTS // layout.slots)]
+            found.append([read_rows(own, at, WIDTH, tile, axis, asm) for at in rows])
+        return found
+
+    def _numbers(self, words: Words, slot: int, chunk: int, asm: bool) -> Half:
+        """Return x of the tokens of a slot and a chunk of stored channels, exactly."""
+        run, start = 0, WIDTH * chunk
+        while start >= self.layouts[run].channels:
+            run, start = run + 1, start - self.layouts[run].channels
+        layout, parts = self.layouts[run], words[run]
+        own, part = divmod(slot, len(parts))
+        of_plane, at = layout.channels // WIDTH, start // WIDTH
+        bits = [Bit(bit.set, bit.tile * of_plane + at, bit.position) for bit in code_bits(layout, own, 0)]
+        code, bias = parts[part].number(bits, least=1)  # a bias of at most 512, beside which an fp16 number holds halves
+        return subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm)
+
+    def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
+        """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
+        scale = refs[self._words][pl.ds(tile.offset(SPAN), TILE // SPAN), slot, :].reshape(ROWS)
+        return exp2(scale.astype(jnp.float32) * (1 / PER_OCTAVE), asm)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsKeys(RunsReader):
+    """Keys before RoPE.
+
+    Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of storage, pair (i, i + H/2) at neighbouring
+    places; s and mu [K, H] fp32, in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], and, of several shards, the
+    number of this one, [] int32. Positions: as `readers.rotary.RotatedReader` has them.
+    """
+
+    sink: int = 0
+    block: int = SPAN
+    shards: int = 1
+
+    @property
+    def turns(self) -> bool:
+        return True
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.channels // WIDTH, WIDTH
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        place, scale, mean, _, _, _ = self._parameters(stored)
+        order = jnp.argsort(place, axis=-1)
+        scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
+        steps = jnp.pad(self._steps(stored), (0, self.channels - self.stored))
+        row = jnp.arange(ROWS)
+        cos, sin = self._angles(stored, self._distances(row // RUN * SPAN) + row % RUN)
+        tables = [amount[:, None] * table for amount in (scale * steps, mean) for table in (cos, sin)]
+        return (*super().arrays(stored), *(table.astype(jnp.float16)[None] for table in tables))
+
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        place, _, _, _, attention, first = self._parameters(stored)
+        ordered = jnp.take_along_axis(q * attention, jnp.argsort(place, axis=-1)[None, :, None], axis=-1)
+        pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
+        partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
+        capacity = stored[self._words].shape[2]
+        starts = jnp.minimum(TILE * jnp.arange(-(-capacity // TILE)), capacity - TILE)
+        tables = (*self._angles(stored, first + self._distances(starts)), *self._angles(stored, RUN * jnp.arange(SLOTS)))
+        count, width = self.chunks
+        cuts = (table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width) for table in tables)
+        return query_planes(ordered, count), query_planes(partners, count), *cuts
+
+    def _parameters(self, stored: Sequence[Array]) -> tuple[Array, Array, Array, Array, Array, Array | int]:
+        """Return place, s, mu, the frequencies, the attention factor and the position of the first token."""
+        place, scale, mean, frequencies, attention, *shard = stored[self._words + 2 :]
+        return place, scale, mean, frequencies, attention, self.sink + sum(shard) * self.block
+
+    def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Return how far each token stands from the shard's first one."""
+        return tokens if self.shards == 1 else tokens // self.block * (self.block * self.shards) + tokens % self.block
+
+    def _angles(self, stored: Sequence[Array], positions: Int[Array, " n"]) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
+        """Return the cosines and sines of position * frequency, in the order of storage."""
+        place, _, _, frequencies, _, _ = self._parameters(stored)
+        pair = jnp.argsort(place, axis=-1) % (self.channels // 2)
+        cos, sin = cos_and_sin(positions, frequencies)
+        return tuple(jnp.moveaxis(table[:, pair], 0, 1) for table in (cos, sin))
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        words, columns = self._read(refs, tile, 1, asm), query[0].shape[1]
+        number = (tile.start + TILE - 1) // TILE if tile.index is None else tile.index  # the last tile ends where the arrays do
+        scores = []
+        for first in range(0, SLOTS, AT_ONCE):
+            slots, sums = range(first, first + AT_ONCE), [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * AT_ONCE)
+            for chunk in range(self.chunks[0]):
+                add = functools.partial(self._add_chunk, query, refs[self._words + 1 :], number, words, slots, chunk, asm)
+                # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds what is in registers at a time.
+                sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
+            for i, slot in enumerate(slots):
+                scores.append(multiply_add(sums[2 * i], self._factor(refs, slot, tile, asm), sums[2 * i + 1], asm))
+        return scores
+
+    def _add_chunk(
+        self,
+        query: Sequence[Any],
+        tables: Sequence[Any],
+        number: Int[Array, ""],
+        words: Words,
+        slots: range,
+        chunk: int,
+        asm: bool,
+        *sums: Float[Array, "16 GP"],
+    ) -> list[Float[Array, "16 GP"]]:
+        """Add a chunk of channels to the sums of each slot, first those of its codes, then those of the means."""
+        q, partner = query[0][chunk], query[1][chunk]
+        q, partner = _turned_back(q, partner, *(table[number, chunk] for table in query[2:4]), asm)
+        own = pl.ds(WIDTH * chunk, WIDTH)
+        cos, sin, mean_cos, mean_sin = (table[:, own] for table in tables)
+        found = []
+        for i, slot in enumerate(slots):
+            turned = _turned_back(q, partner, *(table[slot, chunk] for table in query[4:6]), asm)
+            codes, means = sums[2 * i : 2 * i + 2]
+            if WIDTH * chunk < self.stored:
+                x = self._numbers(words, slot, chunk, asm)
+                codes = dot(joined(half_multiply(x, cos, asm)), turned[0], (1, 1)) + codes
+                codes = dot(joined(half_multiply(x, sin, asm)), turned[1], (1, 1)) + codes
+            means = dot(mean_sin, turned[1], (1, 1)) + (dot(mean_cos, turned[0], (1, 1)) + means)
+            found += [codes, means]
+        return found
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+        raise NotImplementedError("values have no positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsValues(RunsReader):
+    """Values in a basis of their own, of which the first channels are stored. A kernel sums g x; `values_of` does the rest.
+
+    Stored arrays, after the steps: A^-1 [K, H, H] (rows are multiplied from the left) and mu [K, H], fp32.
+    """
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.stored // WIDTH, WIDTH
+
+    @property
+    def weight_exponent(self) -> int:
+        return 0  # times a token's factor of up to 2^16, a larger weight would leave fp16's range
+
+    @property
+    def sums_codes(self) -> bool:
+        return True
+
+    def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
+        synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
+        sums = part.o[..., : self.stored] * self._steps(stored)
+        values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
+        return part._replace(o=values + part.l * mean[None, :, None])
+
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        raise NotImplementedError("values meet no queries")
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        raise NotImplementedError("values meet no queries")
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+        words, sums = self._read(refs, tile, 0, asm), list(sums)
+        for slot, of_slot in enumerate(weights):
+            half = (of_slot * self._factor(refs, slot, tile, asm)).astype(jnp.float16)
+            for chunk in range(len(sums)):
+                sums[chunk] = sums[chunk] + dot(joined(self._numbers(words, slot, chunk, asm)), half, (0, 0))
+        return sums
+
+
+def _turned_back(
+    q: Float16[Array, "GP W"], partner: Float16[Array, "GP W"], cos: Float16[Array, " W"], sin: Float16[Array, " W"], asm: bool
+) -> tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]:
+    """Return (q cos + partner sin, partner cos - q sin)."""
+    cos, sin = (jnp.broadcast_to(table[None, :], q.shape) for table in (cos, sin))
+    first, second = rotated(q, partner, cos, -sin, asm)
+    return joined(first), joined(second)
