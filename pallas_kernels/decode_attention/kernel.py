@@ -160,6 +160,8 @@ def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
     if not least <= tile <= capacity or tile & (tile - 1):
         raise ValueError(f"{tile=} is not a power of two from {least} to {capacity=}")
     longest = min((reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile)
+    if k.parts != v.parts:
+        raise ValueError(f"{type(k).__name__} and {type(v).__name__} read a tile in {k.parts} and {v.parts} parts")
     if tile > longest:
         raise ValueError(f"{tile=}: these keys and values are read in tiles of at most {longest} tokens")
 
@@ -247,7 +249,8 @@ def _attend_run(
         weights = [exp2(s - new[None, :], asm) for s in scores]
         total = total * shrink + jnp.sum(functools.reduce(jnp.add, weights), axis=0)
         sums = [x * shrink[None, :] for x in sums]
-        return v.weigh(change_slots(weights, v.slots), values, tile, sums, asm), new, total
+        weights = weights if k.parts > 1 else change_slots(weights, v.slots)
+        return v.weigh(weights, values, tile, sums, asm), new, total
 
     def whole_tile(i: Array, carry: Any) -> Any:
         return step(Tile(size, (first + i) * size, first + i), carry)
@@ -256,12 +259,18 @@ def _attend_run(
         start = (first + i) * size  # the window is moved back to stay inside the arrays; what an earlier tile read does not count again
         return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end), carry)
 
+    def part_of_tile(i: Array, carry: Any) -> Any:
+        start = (first + lax.div(i, k.parts)) * size
+        return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end, lax.rem(i, k.parts), k.parts), carry)
+
     count, width = v.chunks
     carry = (
         [jnp.zeros((width, columns), jnp.float32)] * count,
         jnp.full((columns,), NEG_INF, jnp.float32),
         jnp.zeros((columns,), jnp.float32),
     )
+    if k.parts > 1:  # a loop for all tiles: two of them take twice as long to compile
+        return lax.fori_loop(0, tiles * k.parts, part_of_tile, carry)
     carry = lax.fori_loop(0, whole, whole_tile, carry)
     return lax.fori_loop(whole, tiles, last_tile, carry)
 

@@ -80,6 +80,11 @@ class Reader(abc.ABC):
         return True
 
     @property
+    def parts(self) -> int:
+        """Return the number of steps in which the slots of a tile are read, as many neighbouring ones in each."""
+        return 1
+
+    @property
     def least_tile(self) -> int:
         """Return the fewest tokens that a tile may have."""
         return SPAN

@@ -22,6 +22,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, s
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
-from pallas_kernels.tiles.words import Bit, WordTiles, code_bits, read_rows
+from pallas_kernels.tiles.words import Bit, SingleWords, WordTiles, paired
 
 SLOTS = 16
 ROWS = 16  # of a slot, the fewest that tensor cores take
@@ -47,9 +48,7 @@ TILE = ROWS * SLOTS
 RUN = SPAN // SLOTS  # neighbouring tokens of a slot
 WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
-AT_ONCE = 8  # slots whose scores are summed together: those of the codes and of the means are apart
-
-Words = list[list[WordTiles]]  # of each run, for each 16 / n slots that one slot of its layout is read as
+TOGETHER = 4  # slots of a step: with all of them, compilers take minutes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,11 @@ class RunsReader(Reader):
 
     @property
     def step(self) -> Step:
-        return Step(TILE, 2)
+        return Step(TILE, 1)
+
+    @property
+    def parts(self) -> int:
+        return SLOTS // TOGETHER
 
     @property
     def least_tile(self) -> int:
@@ -101,31 +104,38 @@ class RunsReader(Reader):
         steps = stored[self._words + 1]
         return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
 
-    def _read(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> Words:
+    def _read(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> list[WordTiles]:
+        """Read the words of each chunk of channels, moved right so that the codes of the part's slots begin at bit 0."""
         found, left = [], list(refs)
+        first = TOGETHER * tile.part
+        row = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
         for layout in self.layouts:
-            own, left = left[: len(layout.sets)], left[len(layout.sets) :]
-            row = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-            first = tile.offset(layout.slots) + row // RUN * (SPAN // layout.slots) + row % RUN
-            rows = [first + RUN * part for part in range(SLOTS // layout.slots)]
-            found.append([read_rows(own, at, WIDTH, tile, axis, asm) for at in rows])
+            rows = tile.offset(layout.slots) + row // RUN * (SPAN // layout.slots) + row % RUN
+            shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
+            shifts = [first if bits <= TOGETHER else first // bits * bits for bits in layout.sets]
+            for at in range(0, layout.channels, WIDTH):
+                tiles = []
+                for ref, bits in zip(left, layout.sets, strict=False):
+                    begin = 0 if bits <= TOGETHER else first % bits
+                    places = [divmod(begin + k, shared) for k in range(min(bits, TOGETHER))]
+                    tiles.append([ref[rows + RUN * part, pl.ds(j * layout.channels + at, WIDTH)] for j, part in places])
+                words = SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
+                found.append(words.shifted(shifts))
+            left = left[len(layout.sets) :]
         return found
 
-    def _numbers(self, words: Words, slot: int, chunk: int, asm: bool) -> Half:
-        """Return x of the tokens of a slot and a chunk of stored channels, exactly."""
-        run, start = 0, WIDTH * chunk
-        while start >= self.layouts[run].channels:
-            run, start = run + 1, start - self.layouts[run].channels
-        layout, parts = self.layouts[run], words[run]
-        own, part = divmod(slot, len(parts))
-        of_plane, at = layout.channels // WIDTH, start // WIDTH
-        bits = [Bit(bit.set, bit.tile * of_plane + at, bit.position) for bit in code_bits(layout, own, 0)]
-        code, bias = parts[part].number(bits, least=1)  # a bias of at most 512, beside which an fp16 number holds halves
+    def _numbers(self, words: Sequence[WordTiles], slot: int, chunk: int, asm: bool) -> Half:
+        """Return x of the tokens of a slot of the part, and a chunk of stored channels, exactly."""
+        layout = next(layout for layout, end in zip(self.layouts, itertools.accumulate(p.channels for p in self.layouts)) if WIDTH * chunk < end)
+        bits = [
+            Bit(i, slot % of_set, slot // of_set * of_set + j) for i, of_set in enumerate(layout.sets) for j in range(of_set)
+        ]
+        code, bias = words[chunk].number(bits, least=1)  # a bias of at most 512, beside which an fp16 number holds halves
         return subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm)
 
     def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
         """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
-        scale = refs[self._words][pl.ds(tile.offset(SPAN), TILE // SPAN), slot, :].reshape(ROWS)
+        scale = refs[self._words][pl.ds(tile.offset(SPAN), TILE // SPAN), TOGETHER * tile.part + slot, :].reshape(ROWS)
         return exp2(scale.astype(jnp.float32) * (1 / PER_OCTAVE), asm)[:, None]
 
 
@@ -167,7 +177,8 @@ class RunsKeys(RunsReader):
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
         capacity = stored[self._words].shape[2]
         starts = jnp.minimum(TILE * jnp.arange(-(-capacity // TILE)), capacity - TILE)
-        tables = (*self._angles(stored, first + self._distances(starts)), *self._angles(stored, RUN * jnp.arange(SLOTS)))
+        starts = (first + self._distances(starts))[:, None] + RUN * TOGETHER * jnp.arange(self.parts)
+        tables = (*self._angles(stored, starts.reshape(-1)), *self._angles(stored, RUN * jnp.arange(TOGETHER)))
         count, width = self.chunks
         cuts = (table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width) for table in tables)
         return query_planes(ordered, count), query_planes(partners, count), *cuts
@@ -190,38 +201,34 @@ class RunsKeys(RunsReader):
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         words, columns = self._read(refs, tile, 1, asm), query[0].shape[1]
-        number = (tile.start + TILE - 1) // TILE if tile.index is None else tile.index  # the last tile ends where the arrays do
-        scores = []
-        for first in range(0, SLOTS, AT_ONCE):
-            slots, sums = range(first, first + AT_ONCE), [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * AT_ONCE)
-            for chunk in range(self.chunks[0]):
-                add = functools.partial(self._add_chunk, query, refs[self._words + 1 :], number, words, slots, chunk, asm)
-                # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds what is in registers at a time.
-                sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
-            for i, slot in enumerate(slots):
-                scores.append(multiply_add(sums[2 * i], self._factor(refs, slot, tile, asm), sums[2 * i + 1], asm))
-        return scores
+        start = (tile.start + TILE - 1) // TILE * self.parts + tile.part  # the last tile ends where the arrays do
+        sums = [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * TOGETHER)
+        for chunk in range(self.chunks[0]):
+            add = functools.partial(self._add_chunk, query, refs[self._words + 1 :], start, words, chunk, asm)
+            # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds what is in registers at a time.
+            sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [multiply_add(codes, self._factor(refs, k, tile, asm), means, asm) for k, (codes, means) in enumerate(pairs)]
 
     def _add_chunk(
         self,
         query: Sequence[Any],
         tables: Sequence[Any],
-        number: Int[Array, ""],
-        words: Words,
-        slots: range,
+        start: Int[Array, ""],
+        words: Sequence[WordTiles],
         chunk: int,
         asm: bool,
         *sums: Float[Array, "16 GP"],
     ) -> list[Float[Array, "16 GP"]]:
         """Add a chunk of channels to the sums of each slot, first those of its codes, then those of the means."""
         q, partner = query[0][chunk], query[1][chunk]
-        q, partner = _turned_back(q, partner, *(table[number, chunk] for table in query[2:4]), asm)
+        q, partner = _turned_back(q, partner, *(table[start, chunk] for table in query[2:4]), asm)
         own = pl.ds(WIDTH * chunk, WIDTH)
         cos, sin, mean_cos, mean_sin = (table[:, own] for table in tables)
         found = []
-        for i, slot in enumerate(slots):
-            turned = _turned_back(q, partner, *(table[slot, chunk] for table in query[4:6]), asm)
-            codes, means = sums[2 * i : 2 * i + 2]
+        for slot in range(TOGETHER):
+            turned = _turned_back(q, partner, *(table[slot, chunk] for table in query[4:6]), asm) if slot else (q, partner)
+            codes, means = sums[2 * slot : 2 * slot + 2]
             if WIDTH * chunk < self.stored:
                 x = self._numbers(words, slot, chunk, asm)
                 codes = dot(joined(half_multiply(x, cos, asm)), turned[0], (1, 1)) + codes

@@ -8,10 +8,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
 from pallas_kernels.tiles.arithmetic import half2, twice
@@ -54,6 +56,10 @@ class WordTiles(abc.ABC):
     tiles: list[list[Any]]
 
     @abc.abstractmethod
+    def shifted(self, amounts: Sequence[Int32[Array, ""]]) -> WordTiles:
+        """Return the words of each plane set, moved right by so many bits, known when the kernel runs; what comes from above is not used."""
+
+    @abc.abstractmethod
     def gathered(self, runs: Sequence[Run], bits: int) -> Half:
         """Return the fp16 numbers whose bits are `bits`, or-ed with those of the runs."""
 
@@ -88,6 +94,9 @@ class SingleWords(WordTiles):
 
     tiles: list[list[Int16[Array, "rows W"]]]
 
+    def shifted(self, amounts: Sequence[Int32[Array, ""]]) -> SingleWords:
+        return SingleWords([[moved_right(words, by) for words in of_set] for of_set, by in zip(self.tiles, amounts, strict=True)])
+
     def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
         """Gather with one `lop3` for each run and pair of words, and a shift, which other fields may share."""
         if len(runs) == 1 and (byte := runs[0]).mask == 0xFF and byte.shift in (0, 8) and bits == 0x6400:
@@ -117,6 +126,10 @@ class PairedWords(WordTiles):
     axis: int
     zero: UInt32[Array, ""]
 
+    def shifted(self, amounts: Sequence[Int32[Array, ""]]) -> PairedWords:
+        by = [amount.astype(jnp.uint32) for amount in amounts]
+        return PairedWords([[words >> b for words in of_set] for of_set, b in zip(self.tiles, by, strict=True)], self.axis, self.zero)
+
     def moved(self, set: int, tile: int, shift: int) -> UInt32[Array, "a b"]:
         """Shift the words of a tile right, or left if `shift` is negative."""
         words = self.tiles[set][tile]
@@ -133,15 +146,25 @@ class PairedWords(WordTiles):
         return out_of_pairs(pairs, self.axis)
 
 
+def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, ""]) -> Int16[Array, "rows W"]:
+    """Move the bits of two neighbouring words together."""
+    [moved] = plt.elementwise_inline_asm(
+        "shr.b32 $0, $1, $2;",
+        args=[words, jnp.broadcast_to(by.reshape(1, 1), words.shape)],
+        constraints="=r,r,r,r",  # a 32-bit operand has a register for each of the two elements
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int16)],
+    )
+    return moved
+
+
 def read_words(refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool) -> WordTiles:
     """Read the words of a tile of tokens. axis: along which neighbours are computed on together, the one that a dot will contract."""
     rows = pl.ds(tile.offset(layout.slots), tile.size // layout.slots)
-    return read_rows(refs[: len(layout.sets)], rows, layout.width, tile, axis, asm)
-
-
-def read_rows(refs: Sequence[Any], rows: Any, width: int, tile: Tile, axis: int, asm: bool) -> WordTiles:
-    """Read rows of words of each plane set, in tiles of `width` words. rows: a slice, or the numbers of the rows."""
-    tiles = [[ref[rows, pl.ds(width * j, width)] for j in range(ref.shape[1] // width)] for ref in refs]
+    tiles = [
+        [ref[rows, pl.ds(layout.width * j, layout.width)] for j in range(layout.tiles(bits))]
+        for ref, bits in zip(refs, layout.sets, strict=False)
+    ]
     return SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
 
 
