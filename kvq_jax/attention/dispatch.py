@@ -77,6 +77,10 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
+    if len({reader.parts for reader in readers}) > 1:
+        return "runs of channels of several widths on one side alone; kernels read them on both"
+    if plan.regions.shards > 1 and not readers[0].reads_shards:
+        return "k: keys in runs of channels in a body that is dealt out to shards; kernels rotate neighbouring tokens"
     tile = max(reader.least_tile for reader in readers)
     if plan.regions.held_capacity < tile:
         return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {tile}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -123,8 +123,7 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
     arrays += [rope.inverse_frequencies, rope.attention_factor]
     if regions.axis is not None:
         arrays.append(lax.axis_index(regions.axis))
-    positions: Any = {"sink": regions.sink, "block": regions.block, "shards": regions.shards}
-    return dataclasses.replace(reader, **positions), arrays  # type: ignore[type-var]  # readers are dataclasses
+    return reader.placed(regions.sink, regions.block, regions.shards), arrays
 
 
 def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:

@@ -105,9 +105,18 @@ class Reader(abc.ABC):
 
     @property
     def turns(self) -> bool:
-        """Return True for keys before RoPE, which need their positions: the frequencies, the attention factor and, of several shards, the
-        number of this one come after the other arrays, and the reader has the fields `sink`, `block` and `shards`."""
+        """Return True for keys before RoPE: the frequencies, the attention factor and, of several shards, the number of this one come after
+        the other arrays."""
         return False
+
+    @property
+    def reads_shards(self) -> bool:
+        """Return True if the tokens of an array may be every so many blocks of a body."""
+        return True
+
+    def placed(self, sink: int, block: int, shards: int) -> Reader:
+        """Return the reader of keys that begin after so many tokens, of a body whose blocks are dealt out to so many shards."""
+        return self
 
     @property
     def sums_codes(self) -> bool:

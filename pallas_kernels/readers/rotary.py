@@ -56,6 +56,9 @@ class RotatedReader(Reader):
     def turns(self) -> bool:
         return True
 
+    def placed(self, sink: int, block: int, shards: int) -> RotatedReader:
+        return dataclasses.replace(self, sink=sink, block=block, shards=shards)
+
     @property
     def slots(self) -> int:
         return self.inner.slots

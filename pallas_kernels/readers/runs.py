@@ -108,17 +108,18 @@ class RunsReader(Reader):
         """Read the words of each chunk of channels, moved right so that the codes of the part's slots begin at bit 0."""
         found, left = [], list(refs)
         first = TOGETHER * tile.part
-        row = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
         for layout in self.layouts:
-            rows = tile.offset(layout.slots) + row // RUN * (SPAN // layout.slots) + row % RUN
+            rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
             shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
-            shifts = [first if bits <= TOGETHER else first // bits * bits for bits in layout.sets]
+            shifts = [first if bits <= TOGETHER else lax.div(first, bits) * bits for bits in layout.sets]
             for at in range(0, layout.channels, WIDTH):
                 tiles = []
                 for ref, bits in zip(left, layout.sets, strict=False):
-                    begin = 0 if bits <= TOGETHER else first % bits
-                    places = [divmod(begin + k, shared) for k in range(min(bits, TOGETHER))]
-                    tiles.append([ref[rows + RUN * part, pl.ds(j * layout.channels + at, WIDTH)] for j, part in places])
+                    begin = jnp.int32(0) if bits <= TOGETHER else lax.rem(first, bits)
+                    units = [begin + k for k in range(min(bits, TOGETHER))]
+                    places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + at) for u in units]
+                    tiles.append([ref[row, pl.ds(column, WIDTH)] for row, column in places])
                 words = SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
                 found.append(words.shifted(shifts))
             left = left[len(layout.sets) :]
@@ -149,52 +150,48 @@ class RunsKeys(RunsReader):
     """
 
     sink: int = 0
-    block: int = SPAN
-    shards: int = 1
 
     @property
     def turns(self) -> bool:
         return True
 
     @property
+    def reads_shards(self) -> bool:
+        return False
+
+    def placed(self, sink: int, block: int, shards: int) -> RunsKeys:
+        return dataclasses.replace(self, sink=sink)
+
+    @property
     def chunks(self) -> tuple[int, int]:
         return self.channels // WIDTH, WIDTH
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        place, scale, mean, _, _, _ = self._parameters(stored)
+        place, scale, mean = stored[self._words + 2 :][:3]
         order = jnp.argsort(place, axis=-1)
         scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
         steps = jnp.pad(self._steps(stored), (0, self.channels - self.stored))
         row = jnp.arange(ROWS)
-        cos, sin = self._angles(stored, self._distances(row // RUN * SPAN) + row % RUN)
-        tables = [amount[:, None] * table for amount in (scale * steps, mean) for table in (cos, sin)]
+        cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
+        tables = [amount[:, None] * table for amount in (scale * steps[None], mean) for table in (cos, sin)]
         return (*super().arrays(stored), *(table.astype(jnp.float16)[None] for table in tables))
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        place, _, _, _, attention, first = self._parameters(stored)
+        place, attention = stored[self._words + 2], stored[-1]
         ordered = jnp.take_along_axis(q * attention, jnp.argsort(place, axis=-1)[None, :, None], axis=-1)
         pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
         capacity = stored[self._words].shape[2]
         starts = jnp.minimum(TILE * jnp.arange(-(-capacity // TILE)), capacity - TILE)
-        starts = (first + self._distances(starts))[:, None] + RUN * TOGETHER * jnp.arange(self.parts)
+        starts = self.sink + starts[:, None] + RUN * TOGETHER * jnp.arange(self.parts)[None]
         tables = (*self._angles(stored, starts.reshape(-1)), *self._angles(stored, RUN * jnp.arange(TOGETHER)))
         count, width = self.chunks
         cuts = (table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width) for table in tables)
         return query_planes(ordered, count), query_planes(partners, count), *cuts
 
-    def _parameters(self, stored: Sequence[Array]) -> tuple[Array, Array, Array, Array, Array, Array | int]:
-        """Return place, s, mu, the frequencies, the attention factor and the position of the first token."""
-        place, scale, mean, frequencies, attention, *shard = stored[self._words + 2 :]
-        return place, scale, mean, frequencies, attention, self.sink + sum(shard) * self.block
-
-    def _distances(self, tokens: Int[Array, " n"]) -> Int[Array, " n"]:
-        """Return how far each token stands from the shard's first one."""
-        return tokens if self.shards == 1 else tokens // self.block * (self.block * self.shards) + tokens % self.block
-
     def _angles(self, stored: Sequence[Array], positions: Int[Array, " n"]) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
         """Return the cosines and sines of position * frequency, in the order of storage."""
-        place, _, _, frequencies, _, _ = self._parameters(stored)
+        place, frequencies = stored[self._words + 2], stored[-2]
         pair = jnp.argsort(place, axis=-1) % (self.channels // 2)
         cos, sin = cos_and_sin(positions, frequencies)
         return tuple(jnp.moveaxis(table[:, pair], 0, 1) for table in (cos, sin))
@@ -262,7 +259,7 @@ class RunsValues(RunsReader):
 
     def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
         synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
-        sums = part.o[..., : self.stored] * self._steps(stored)
+        sums = part.o[..., : self.stored] * self._steps(stored)[None, None, None]
         values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
         return part._replace(o=values + part.l * mean[None, :, None])
 
