@@ -16,6 +16,7 @@ from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneL
 HEAD_DIMS = (64, 128, 256)
 POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
 SCALE_DTYPE = "float16"  # of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
+RUN_HEAD_DIMS = (64, 128)  # at 256 a step spills, and compiles for minutes (docs/kernels.md)
 RUN_CHANNELS = 16  # the fewest that tensor cores sum over
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, like all sizes in a kernel, from a span to the longest step
 
@@ -118,8 +119,8 @@ def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: st
 
 def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Reader | str:
     """Return the reader of keys before RoPE, or of values, in runs of channels of one width, or one line that says why there is none."""
-    if reason := head_dim_unsupported(channels):
-        return reason
+    if channels not in RUN_HEAD_DIMS:
+        return f"runs of channels at head_dim {channels}; kernels read them at {' and '.join(map(str, RUN_HEAD_DIMS))}"
     if layouts[0].span % SPAN:
         return f"blocks that are not a multiple of {SPAN} tokens; kernels read spans of {SPAN}"
     odd = next((layout for layout in layouts if layout.channels % RUN_CHANNELS), None)

@@ -1,25 +1,25 @@
 """Rows in runs of channels of one width each, with one factor for each token and head: the method `waterfill`.
 
-    u^_tc = g_t x_tc,    x = (code + 1/2 - 2^(b-1)),    g_t = 2^(scale_t / 8)        b, and a step, are those of the channel's run
+    u^_tc = g_t x_tc step_c,    x = code + 1/2 - 2^(b-1),    g_t = 2^(scale_t / 8)            b and step are those of the channel's run
 
-    scores    q . R(p) k^ = g_t sum_c f_c x_c (q_c cos + q'_c sin) + sum_c mu_c (q_c cos + q'_c sin)      cos, sin of p w_c;  f = s step
-    values    sum_t p_t v^_t = (sum_t (p_t g_t) x_tc step_c)_c A^-1 + mu sum_t p_t
+    scores    q . R(p) k^ = g_t sum_c s_c step_c x_c (q_c cos + q'_c sin) + sum_c mu_c (q_c cos + q'_c sin)        cos, sin of p w_c
+    values    sum_t p_t v^_t = (step_c sum_t p_t g_t x_tc)_c A^-1 + mu sum_t p_t
 
 Keys are stored before RoPE, in a calibrated order of channels in which the two of a pair are neighbours; q' holds the partner of each
 query: the second of a pair for its first, minus the first for its second. So a rotation exchanges nothing between lanes. A token stands at
 
-    p = start of the tile + (32 s + r) + 2 a        span s, slot a of 16, row r of two
+    p = start of the part + (32 s + r) + 2 k        span s of the tile, row r of two, slot k of the part
 
-The queries are turned back by the start, once for a tile, and by the slot's 2 a; keys meet the cosines and sines of their rows 32 s + r,
-which every tile and slot shares, with f, and so do the means. All tables are fp16.
+The queries are turned back by the start of the part, and by 2 from each slot to the next; keys meet the cosines and sines of their rows
+32 s + r, which all parts share, times s step, and so do the means. All tables, queries and products are fp16, x is exact.
 
-A run of b bits has its own number of tokens in a row of words. What shares a row is read so that all runs have the 16 slots of the
-thinnest plane: 16 / n rows of a span with n slots are as many slots, and a tile is 256 tokens, 16 rows of each slot.
+A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if they had the 16 of the thinnest plane: a
+slot of n is 16 / n of them, which lie in neighbouring rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of
+every run, a fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import itertools
@@ -40,7 +40,7 @@ from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, s
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
-from pallas_kernels.tiles.words import Bit, SingleWords, WordTiles, paired
+from pallas_kernels.tiles.words import Bit, SingleWords, paired
 
 SLOTS = 16
 ROWS = 16  # of a slot, the fewest that tensor cores take
@@ -48,7 +48,7 @@ TILE = ROWS * SLOTS
 RUN = SPAN // SLOTS  # neighbouring tokens of a slot
 WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
-TOGETHER = 4  # slots of a step: with all of them, compilers take minutes
+TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RunsReader(Reader):
     """What keys and values in runs have in common.
 
     Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 16
-    channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side.
+    channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
     """
 
     layouts: tuple[PlaneLayout, ...]
@@ -97,42 +97,37 @@ class RunsReader(Reader):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         words, scale = stored[: self._words], stored[self._words]
-        return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN))
+        shifts = [[TOGETHER * part // unit * unit for part in range(self.parts)] for unit in (TOGETHER, 2 * TOGETHER)]
+        return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN), jnp.asarray(shifts, jnp.int32)[None, None])
 
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
         """Return the step of each stored channel."""
         steps = stored[self._words + 1]
         return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
 
-    def _read(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> list[WordTiles]:
-        """Read the words of each chunk of channels, moved right so that the codes of the part's slots begin at bit 0."""
-        found, left = [], list(refs)
-        first = TOGETHER * tile.part
+    def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
+        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part."""
+        run = next(i for i, end in enumerate(itertools.accumulate(p.channels for p in self.layouts)) if WIDTH * chunk < end)
+        layout, before = self.layouts[run], self.layouts[:run]
+        column = WIDTH * chunk - sum(other.channels for other in before)
+        refs, shifts = refs[sum(len(other.sets) for other in before) :], refs[self._words + 1]
         number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-        for layout in self.layouts:
-            rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
-            shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
-            shifts = [first if bits <= TOGETHER else lax.div(first, bits) * bits for bits in layout.sets]
-            for at in range(0, layout.channels, WIDTH):
-                tiles = []
-                for ref, bits in zip(left, layout.sets, strict=False):
-                    begin = jnp.int32(0) if bits <= TOGETHER else lax.rem(first, bits)
-                    units = [begin + k for k in range(min(bits, TOGETHER))]
-                    places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + at) for u in units]
-                    tiles.append([ref[row, pl.ds(column, WIDTH)] for row, column in places])
-                words = SingleWords(tiles) if asm else paired(tiles, axis, tile.start)
-                found.append(words.shifted(shifts))
-            left = left[len(layout.sets) :]
+        rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
+        shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
+        tiles, by = [], []
+        for ref, bits in zip(refs, layout.sets, strict=False):
+            first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
+            units = [first + k for k in range(min(bits, TOGETHER))]
+            places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + column) for u in units]
+            tiles.append([ref[row, pl.ds(at, WIDTH)] for row, at in places])
+            by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
+        words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
+        found = []
+        for slot in range(TOGETHER):
+            fields = [(i, slot % bits, slot // bits * bits + j) for i, bits in enumerate(layout.sets) for j in range(bits)]
+            code, bias = words.number([Bit(*field) for field in fields], least=1)  # of at most 512, beside which fp16 holds halves
+            found.append(subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm))
         return found
-
-    def _numbers(self, words: Sequence[WordTiles], slot: int, chunk: int, asm: bool) -> Half:
-        """Return x of the tokens of a slot of the part, and a chunk of stored channels, exactly."""
-        layout = next(layout for layout, end in zip(self.layouts, itertools.accumulate(p.channels for p in self.layouts)) if WIDTH * chunk < end)
-        bits = [
-            Bit(i, slot % of_set, slot // of_set * of_set + j) for i, of_set in enumerate(layout.sets) for j in range(of_set)
-        ]
-        code, bias = words[chunk].number(bits, least=1)  # a bias of at most 512, beside which an fp16 number holds halves
-        return subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm)
 
     def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
         """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
@@ -145,8 +140,8 @@ class RunsKeys(RunsReader):
     """Keys before RoPE.
 
     Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of storage, pair (i, i + H/2) at neighbouring
-    places; s and mu [K, H] fp32, in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], and, of several shards, the
-    number of this one, [] int32. Positions: as `readers.rotary.RotatedReader` has them.
+    places; s and mu [K, H], in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at position
+    sink + t.
     """
 
     sink: int = 0
@@ -184,7 +179,11 @@ class RunsKeys(RunsReader):
         capacity = stored[self._words].shape[2]
         starts = jnp.minimum(TILE * jnp.arange(-(-capacity // TILE)), capacity - TILE)
         starts = self.sink + starts[:, None] + RUN * TOGETHER * jnp.arange(self.parts)[None]
-        tables = (*self._angles(stored, starts.reshape(-1)), *self._angles(stored, RUN * jnp.arange(TOGETHER)))
+        tables = [
+            sign * table
+            for positions in (starts.reshape(-1), jnp.full(1, RUN))
+            for sign, table in zip((1, -1), self._angles(stored, positions), strict=True)
+        ]
         count, width = self.chunks
         cuts = (table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width) for table in tables)
         return query_planes(ordered, count), query_planes(partners, count), *cuts
@@ -197,11 +196,11 @@ class RunsKeys(RunsReader):
         return tuple(jnp.moveaxis(table[:, pair], 0, 1) for table in (cos, sin))
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        words, columns = self._read(refs, tile, 1, asm), query[0].shape[1]
+        columns = query[0].shape[1]
         start = (tile.start + TILE - 1) // TILE * self.parts + tile.part  # the last tile ends where the arrays do
         sums = [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * TOGETHER)
         for chunk in range(self.chunks[0]):
-            add = functools.partial(self._add_chunk, query, refs[self._words + 1 :], start, words, chunk, asm)
+            add = functools.partial(self._add_chunk, query, refs, start, tile, chunk, asm)
             # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds what is in registers at a time.
             sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
         pairs = zip(sums[::2], sums[1::2], strict=True)
@@ -210,32 +209,32 @@ class RunsKeys(RunsReader):
     def _add_chunk(
         self,
         query: Sequence[Any],
-        tables: Sequence[Any],
+        refs: Sequence[Any],
         start: Int[Array, ""],
-        words: Sequence[WordTiles],
+        tile: Tile,
         chunk: int,
         asm: bool,
         *sums: Float[Array, "16 GP"],
     ) -> list[Float[Array, "16 GP"]]:
         """Add a chunk of channels to the sums of each slot, first those of its codes, then those of the means."""
-        q, partner = query[0][chunk], query[1][chunk]
-        q, partner = _turned_back(q, partner, *(table[start, chunk] for table in query[2:4]), asm)
+        turned = _turned_back(query[0][chunk], query[1][chunk], *(table[start, chunk] for table in query[2:4]), asm)
         own = pl.ds(WIDTH * chunk, WIDTH)
-        cos, sin, mean_cos, mean_sin = (table[:, own] for table in tables)
+        cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
+        numbers = self._numbers(refs, chunk, tile, 1, asm) if WIDTH * chunk < self.stored else []
+        slot_turn = [table[0, chunk] for table in query[4:6]]
         found = []
         for slot in range(TOGETHER):
-            turned = _turned_back(q, partner, *(table[slot, chunk] for table in query[4:6]), asm) if slot else (q, partner)
+            turned = _turned_back(*turned, *slot_turn, asm) if slot else turned
             codes, means = sums[2 * slot : 2 * slot + 2]
-            if WIDTH * chunk < self.stored:
-                x = self._numbers(words, slot, chunk, asm)
-                codes = dot(joined(half_multiply(x, cos, asm)), turned[0], (1, 1)) + codes
-                codes = dot(joined(half_multiply(x, sin, asm)), turned[1], (1, 1)) + codes
+            if numbers:
+                codes = dot(joined(half_multiply(numbers[slot], cos, asm)), turned[0], (1, 1)) + codes
+                codes = dot(joined(half_multiply(numbers[slot], sin, asm)), turned[1], (1, 1)) + codes
             means = dot(mean_sin, turned[1], (1, 1)) + (dot(mean_cos, turned[0], (1, 1)) + means)
             found += [codes, means]
         return found
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
-        raise NotImplementedError("values have no positions")
+        raise NotImplementedError("values are read by RunsValues")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,24 +263,24 @@ class RunsValues(RunsReader):
         return part._replace(o=values + part.l * mean[None, :, None])
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
-        raise NotImplementedError("values meet no queries")
+        raise NotImplementedError("keys are read by RunsKeys")
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
-        raise NotImplementedError("values meet no queries")
+        raise NotImplementedError("keys are read by RunsKeys")
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
-        words, sums = self._read(refs, tile, 0, asm), list(sums)
-        for slot, of_slot in enumerate(weights):
-            half = (of_slot * self._factor(refs, slot, tile, asm)).astype(jnp.float16)
-            for chunk in range(len(sums)):
-                sums[chunk] = sums[chunk] + dot(joined(self._numbers(words, slot, chunk, asm)), half, (0, 0))
+        halves = [(w * self._factor(refs, slot, tile, asm)).astype(jnp.float16) for slot, w in enumerate(weights)]
+        sums = list(sums)
+        for chunk in range(len(sums)):
+            for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
+                sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
 
 
 def _turned_back(
-    q: Float16[Array, "GP W"], partner: Float16[Array, "GP W"], cos: Float16[Array, " W"], sin: Float16[Array, " W"], asm: bool
+    q: Float16[Array, "GP W"], partner: Float16[Array, "GP W"], cos: Float16[Array, " W"], minus_sin: Float16[Array, " W"], asm: bool
 ) -> tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]:
     """Return (q cos + partner sin, partner cos - q sin)."""
-    cos, sin = (jnp.broadcast_to(table[None, :], q.shape) for table in (cos, sin))
-    first, second = rotated(q, partner, cos, -sin, asm)
+    cos, minus_sin = (jnp.broadcast_to(table[None, :], q.shape) for table in (cos, minus_sin))
+    first, second = rotated(q, partner, cos, minus_sin, asm)
     return joined(first), joined(second)

@@ -56,8 +56,9 @@ class WordTiles(abc.ABC):
     tiles: list[list[Any]]
 
     @abc.abstractmethod
-    def shifted(self, amounts: Sequence[Int32[Array, ""]]) -> WordTiles:
-        """Return the words of each plane set, moved right by so many bits, known when the kernel runs; what comes from above is not used."""
+    def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> WordTiles:
+        """Return the words of each plane set, moved right by as many bits as the kernel finds when it runs; what comes from above is no
+        code."""
 
     @abc.abstractmethod
     def gathered(self, runs: Sequence[Run], bits: int) -> Half:
@@ -94,7 +95,7 @@ class SingleWords(WordTiles):
 
     tiles: list[list[Int16[Array, "rows W"]]]
 
-    def shifted(self, amounts: Sequence[Int32[Array, ""]]) -> SingleWords:
+    def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> SingleWords:
         return SingleWords([[moved_right(words, by) for words in of_set] for of_set, by in zip(self.tiles, amounts, strict=True)])
 
     def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
@@ -126,7 +127,7 @@ class PairedWords(WordTiles):
     axis: int
     zero: UInt32[Array, ""]
 
-    def shifted(self, amounts: Sequence[Int32[Array, ""]]) -> PairedWords:
+    def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> PairedWords:
         by = [amount.astype(jnp.uint32) for amount in amounts]
         return PairedWords([[words >> b for words in of_set] for of_set, b in zip(self.tiles, by, strict=True)], self.axis, self.zero)
 
@@ -146,11 +147,11 @@ class PairedWords(WordTiles):
         return out_of_pairs(pairs, self.axis)
 
 
-def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, ""]) -> Int16[Array, "rows W"]:
+def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, "1 1"]) -> Int16[Array, "rows W"]:
     """Move the bits of two neighbouring words together."""
     [moved] = plt.elementwise_inline_asm(
         "shr.b32 $0, $1, $2;",
-        args=[words, jnp.broadcast_to(by.reshape(1, 1), words.shape)],
+        args=[words, jnp.broadcast_to(by, words.shape)],
         constraints="=r,r,r,r",  # a 32-bit operand has a register for each of the two elements
         pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int16)],

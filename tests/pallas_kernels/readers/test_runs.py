@@ -166,6 +166,7 @@ def test_the_kernel_lowers_for_cuda(arithmetic: Any):
         ("43322110", 64, 32, "a run of 8 channels of 4 bits"),
         ("4331", 64, 16, "blocks that are not a multiple of 32"),
         ("43322110", 80, 32, "head_dim 80"),
+        ("43322110", 256, 32, "runs of channels at head_dim 256; kernels read them at 64 and 128"),
     ],
 )
 def test_what_kernels_do_not_read_has_a_reason(widths: str, head_dim: int, block: int, reason: str):
