@@ -140,8 +140,8 @@ class RunsKeys(RunsReader):
     """Keys before RoPE.
 
     Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of storage, pair (i, i + H/2) at neighbouring
-    places; s and mu [K, H], in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at position
-    sink + t.
+    places; s and mu [K, H], in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at
+    position sink + t.
     """
 
     sink: int = 0
