@@ -50,6 +50,8 @@ WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
+Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
+
 
 @dataclasses.dataclass(frozen=True)
 class RunsReader(Reader):
@@ -193,7 +195,7 @@ class RunsKeys(RunsReader):
         place, frequencies = stored[self._words + 2], stored[-2]
         pair = jnp.argsort(place, axis=-1) % (self.channels // 2)
         cos, sin = cos_and_sin(positions, frequencies)
-        return tuple(jnp.moveaxis(table[:, pair], 0, 1) for table in (cos, sin))
+        return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
 
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         columns = query[0].shape[1]
@@ -217,14 +219,14 @@ class RunsKeys(RunsReader):
         *sums: Float[Array, "16 GP"],
     ) -> list[Float[Array, "16 GP"]]:
         """Add a chunk of channels to the sums of each slot, first those of its codes, then those of the means."""
-        turned = _turned_back(query[0][chunk], query[1][chunk], *(table[start, chunk] for table in query[2:4]), asm)
+        turned = _turned_back((query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm)
         own = pl.ds(WIDTH * chunk, WIDTH)
         cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
         numbers = self._numbers(refs, chunk, tile, 1, asm) if WIDTH * chunk < self.stored else []
         slot_turn = [table[0, chunk] for table in query[4:6]]
         found = []
         for slot in range(TOGETHER):
-            turned = _turned_back(*turned, *slot_turn, asm) if slot else turned
+            turned = _turned_back(turned, slot_turn, asm) if slot else turned
             codes, means = sums[2 * slot : 2 * slot + 2]
             if numbers:
                 codes = dot(joined(half_multiply(numbers[slot], cos, asm)), turned[0], (1, 1)) + codes
@@ -277,10 +279,8 @@ class RunsValues(RunsReader):
         return sums
 
 
-def _turned_back(
-    q: Float16[Array, "GP W"], partner: Float16[Array, "GP W"], cos: Float16[Array, " W"], minus_sin: Float16[Array, " W"], asm: bool
-) -> tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]:
-    """Return (q cos + partner sin, partner cos - q sin)."""
-    cos, minus_sin = (jnp.broadcast_to(table[None, :], q.shape) for table in (cos, minus_sin))
-    first, second = rotated(q, partner, cos, minus_sin, asm)
+def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:
+    """Return (q cos + partner sin, partner cos - q sin). angles: cos and -sin."""
+    cos, minus_sin = (jnp.broadcast_to(table[None, :], queries[0].shape) for table in angles)
+    first, second = rotated(*queries, cos, minus_sin, asm)
     return joined(first), joined(second)
