@@ -25,10 +25,10 @@ from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
 from kvq_jax.attention import arithmetic, native, streaming
 from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.readers.base import Reader
 
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 Chosen: TypeAlias = Launch | Literal["native"] | None  # a kernel, or None for XLA
