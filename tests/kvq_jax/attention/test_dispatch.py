@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import types
@@ -161,6 +162,10 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
         dispatch.unsupported(plan_of("kivi", wide), 16, 1)
     )
     assert dispatch.unsupported(plan_of("kivi", wide), 8, 1) is None
+    runs = plan_of("waterfill:k_widths=4320,v_widths=3222")
+    assert dispatch.unsupported(runs, 4, 1) is None
+    split = dataclasses.replace(runs, regions=dataclasses.replace(runs.regions, shards=2, axis="tokens"))
+    assert "a body that is dealt out to shards" in str(dispatch.unsupported(split, 4, 1))
 
 
 @pytest.mark.parametrize(
