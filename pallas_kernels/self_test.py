@@ -26,6 +26,7 @@ from pallas_kernels.readers.dense import DenseReader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.polar import PolarReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.readers.runs import RunsKeys, RunsReader
 from pallas_kernels.tiles.layout import PlaneLayout
 
 HEADS, TOKENS = 2, 384  # three of the longest tiles, and whole groups of any size
@@ -98,12 +99,7 @@ def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
     """Return stored arrays of TOKENS tokens for a reader, as caches store them, whose rows are of about -1 .. 1."""
     shape = len(LIMITS), HEADS
     if isinstance(reader, RotatedReader):
-        half = math.prod(reader.chunks) // 2
-        return [
-            *random_arrays(reader.inner, rng),
-            np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half),
-            np.ones((), np.float32),
-        ]
+        return [*random_arrays(reader.inner, rng), *_rope(math.prod(reader.chunks))]
     if isinstance(reader, DenseReader):
         return [_bits(rng.standard_normal((*shape, TOKENS, reader.channels)), reader.dtype)]
     if isinstance(reader, GroupedReader):
@@ -119,7 +115,28 @@ def random_arrays(reader: Reader, rng: np.random.Generator) -> list[np.ndarray]:
         return [*_words(reader.layout, rng), *_uniform(ranges, sizes, reader.scale_dtype, rng)]
     if isinstance(reader, CodebookReader):
         return [*_words(reader.layout, rng), *_of_table(reader, rng)]
+    if isinstance(reader, RunsReader):
+        words = [array for layout in reader.layouts for array in _words(layout, rng)]
+        scale = rng.integers(-8, 9, (*shape, TOKENS)).astype(np.int8)
+        steps = 2 / (2.0 ** np.arange(1, 9) - 1)
+        return [*words, scale, steps.astype(np.float32), *_of_runs(reader, rng)]
     raise TypeError(f"no random arrays for a {type(reader).__name__}")
+
+
+def _of_runs(reader: RunsReader, rng: np.random.Generator) -> Sequence[np.ndarray]:
+    channels = reader.channels
+    mean = rng.uniform(-1, 1, (HEADS, channels)).astype(np.float32)
+    if not isinstance(reader, RunsKeys):
+        return [(rng.standard_normal((HEADS, channels, channels)) / math.sqrt(channels)).astype(np.float32), mean]
+    pairs = np.stack([rng.permutation(channels // 2) for _ in range(HEADS)])
+    place = np.concatenate([2 * pairs, 2 * pairs + 1], axis=-1).astype(np.int32)
+    return [place, rng.uniform(0.5, 1.5, (HEADS, channels)).astype(np.float32), mean, *_rope(channels)]
+
+
+def _rope(channels: int) -> list[np.ndarray]:
+    """Return RoPE's inverse frequencies and its attention factor."""
+    half = channels // 2
+    return [np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half), np.ones((), np.float32)]
 
 
 def _of_table(reader: CodebookReader, rng: np.random.Generator) -> Sequence[np.ndarray]:

@@ -30,7 +30,7 @@ KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what
     "kvq_jax/arrays/slot_array.py": (LAYOUT,),
     "kvq_jax/arrays/sparse_outliers.py": (LAYOUT,),
     "kvq_jax/attention/arithmetic.py": (OPTIONS, "pallas_kernels.self_test"),
-    "kvq_jax/attention/dispatch.py": (LAYOUT, OPTIONS, "cpu_kernels.library"),
+    "kvq_jax/attention/dispatch.py": (OPTIONS, "cpu_kernels.library"),
     "kvq_jax/attention/fused.py": ("pallas_kernels",),
     "kvq_jax/attention/native.py": (PARTIAL, "cpu_kernels"),
     "kvq_jax/attention/online_softmax.py": (PARTIAL,),

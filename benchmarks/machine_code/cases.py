@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,10 @@ from benchmarks.machine_code.target import Target
 from kvq_jax.arrays import grouped_array, sparse_outliers
 from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.grouped_array import GroupedAxis, GroupFormat, Scheme
+from kvq_jax.arrays.packing import run_layout
 from kvq_jax.arrays.sparse_outliers import Pool, outliers_per_side, pool_of
 from kvq_jax.arrays.stored import BodySpec
+from kvq_jax.codecs import kernel_readers
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import dense, grouped, nonuniform, rotated
 from kvq_jax.methods.kvquant.method import KVQuant
@@ -53,7 +56,7 @@ class Case:
     plain_loads_allowed: bool = False
     loop_spills_allowed: bool = False
     cap_spill_bytes: int = 64
-    mma_columns: int | None = 8
+    mma_columns: float | None = 8
 
     def measure(self, target: Target) -> KernelReport:
         """Compile the case and measure its kernel; this takes seconds."""
@@ -123,6 +126,24 @@ def _before_rope(format: GroupFormat, channels: int) -> Stored:
     return turned, [*stored, jax.ShapeDtypeStruct((channels // 2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)], bits
 
 
+def _runs(widths: str, channels: int, *, keys: bool) -> Stored:
+    """Return keys before RoPE or values in chunks of these widths, a digit for each."""
+    chunk = channels // len(widths)
+    runs = [(int(width), chunk * len(list(same))) for width, same in itertools.groupby(widths) if width != "0"]
+    layouts = [run_layout(width, of_run, 32) for width, of_run in runs]
+    reader = kernel_readers.runs(layouts, channels, pre_rope=keys)
+    assert isinstance(reader, Reader), reader
+    f, row = jnp.float32, (KV_HEADS, channels)
+    shapes: list[tuple[tuple[int, ...], Any]] = [
+        ((BATCH, KV_HEADS, TOKENS // layout.slots, layout.words(bits)), jnp.int16) for layout in layouts for bits in layout.sets
+    ]
+    shapes.append(((BATCH, KV_HEADS, TOKENS), jnp.int8))
+    stored_bytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
+    of_keys = [(row, jnp.int32), (row, f), (row, f), ((channels // 2,), f), ((), f)]
+    shapes += [((8,), f), *(of_keys if keys else [((*row, channels), f), (row, f)])]
+    return reader, [jax.ShapeDtypeStruct(*shape) for shape in shapes], 8 * stored_bytes / (BATCH * KV_HEADS * TOKENS * channels)
+
+
 def attention_case(name: str, k: GroupFormat | None, v: GroupFormat | None, channels: int, **limits: Any) -> Case:
     """Return decode attention with these formats (None: unquantized rows in bfloat16), tuned as it runs."""
     return _attention(name, _uniform(k, channels), _uniform(v, channels), channels, **limits)
@@ -144,7 +165,9 @@ def _attention(
         return attend, (q, k_stored, v_stored, jax.ShapeDtypeStruct((BATCH,), jnp.int32))
 
     name = ", ".join([name, f"H {channels}", *([f"{queries} query heads"] if queries != GROUP else []), arithmetic])
-    return Case(name, build, "decode_attention", tuning.tile * 2 * channels, (k_bits + v_bits) / 2, mma_columns=columns, **limits)
+    step = tuning.tile // k_reader.parts
+    limits = {"mma_columns": columns} | limits
+    return Case(name, build, "decode_attention", step * 2 * channels, (k_bits + v_bits) / 2, **limits)
 
 
 INNER: tuple[GroupedAxis, GroupedAxis] = ("channels", "tokens")  # keys, values: groups over the axis that a product sums over
@@ -181,6 +204,14 @@ def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits
     v = _tables(bits, channels, ChannelGroup(KV_HEADS, channels), pools[1])
     name = f"nuq{bits}{f'-{percent}%' if percent else ''}, {'before' if pre_rope else 'after'} RoPE"
     return _attention(name, k, v, channels, **limits)
+
+
+def _waterfill(bits: str, k_widths: str, v_widths: str, channels: int, arithmetic: Arithmetic = "asm", **limits: Any) -> Case:
+    """Return waterfill's case, with the widths that `waterfill:bits=` has by itself."""
+    k, v = _runs(k_widths, channels, keys=True), _runs(v_widths, channels, keys=False)
+    k_share, v_share = (sum(width != "0" for width in widths) / len(widths) for widths in (k_widths, v_widths))
+    columns = 8 * (2 * k_share + 2 + v_share) / 2  # keys that are stored, and all means, meet the queries and their partners
+    return _attention(f"waterfill, {bits} bits", k, v, channels, arithmetic=arithmetic, mma_columns=columns, **limits)
 
 
 def _products(
@@ -264,6 +295,8 @@ CASES: tuple[Case, ...] = (
         128,
         **_slow(5.13, 3.36, 0.57, 415),
     ),
+    _waterfill("2.5", "54332210", "54332110", 128, **_slow(6.66, 2.59, 0.32)),
+    _waterfill("4", "65544332", "65544322", 128, **_slow(8.0, 3.45, 0.43)),
     attention_case("dense, bf16", None, None, 128, **_limits(1.4, 0.5, 1.0)),
     # What runs where nothing else is chosen.
     _innerq(2, "sym", 128, arithmetic="jnp", **_slow(2.46, 0.91, 0.89, 186)),
@@ -275,6 +308,7 @@ CASES: tuple[Case, ...] = (
     _kivi(4, 128, arithmetic="jnp", **_limits(4.68, 1.98, 1.0)),
     _kivi_before_rope("jnp", **_limits(9.0, 3.94, 0.47, waits=True)),
     _nuq(4, 0, 128, pre_rope=False, arithmetic="jnp", **_limits(16.03, 14.64, 0.11, waits=True)),
+    _waterfill("2.5", "54332210", "54332110", 128, "jnp", **_slow(9.53, 3.78, 0.22)),
     attention_case("dense, bf16", None, None, 128, arithmetic="jnp", **_limits(1.4, 0.5, 1.0)),
     *_products("innerq 2-bit sym", _formats(1, "sym", INNER, 128), 128, _limits(2.03, 1.1, 1.0, waits=True), _limits(2.22, 1.1, 1.0)),
     *_products("innerq 2-bit asym", _formats(2, "asym", INNER, 128), 128, _limits(2.42, 0.87, 1.0, waits=True), _limits(2.28, 0.84, 1.0)),

@@ -25,10 +25,10 @@ from cpu_kernels.library import instruction_set, unavailable
 from kvq_jax.arrays import stored as stored_arrays
 from kvq_jax.attention import arithmetic, native, streaming
 from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.tiles.layout import SPAN
 
 Implementation: TypeAlias = Literal["xla", "pallas", "native"] | Launch | None
 Chosen: TypeAlias = Launch | Literal["native"] | None  # a kernel, or None for XLA
@@ -66,17 +66,24 @@ def _unsupported_fused(plan: LayerPlan, query_heads: int, tokens: int) -> str | 
     most = 16 if channels <= 128 else 8  # what a program's registers hold
     if query_heads // plan.heads > most:
         return f"{query_heads // plan.heads} query heads for each KV head; kernels take up to {most} at head dim {channels}"
+    readers: list[Reader] = []
     for name, codec in zip("kv", (plan.k, plan.v), strict=True):
         reader = codec.kernel_reader()
         if isinstance(reader, str):
             return f"{name}: {reader}"
+        readers.append(reader)
         specs = jax.tree.leaves(codec.body(1, plan.heads, plan.regions.held_capacity))
         together = (axis.per for spec in specs for axis in spec.axes if axis.name == "kv_heads")
         shared = next((heads for heads in together if heads not in (1, plan.heads)), None)
         if shared:
             return f"{name}: groups of {shared} heads; kernels serve groups of one head or of all"
-    if plan.regions.held_capacity < SPAN:
-        return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {SPAN}"
+    if len({reader.parts for reader in readers}) > 1:
+        return "runs of channels of several widths on one side alone; kernels read them on both"
+    if plan.regions.shards > 1 and not readers[0].reads_shards:
+        return "k: keys in runs of channels in a body that is dealt out to shards; kernels rotate neighbouring tokens"
+    tile = max(reader.least_tile for reader in readers)
+    if plan.regions.held_capacity < tile:
+        return f"the body holds {plan.regions.held_capacity} tokens, fewer than one tile of {tile}"
     return None
 
 

@@ -50,7 +50,8 @@ def attend(
     windows = [] if holds_all else [attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     _, (keys, _), (values, _), _ = arguments
-    if plan.regions.axis is None and plan.v.sums_vectors and not (keys.adds_scores or values.adds_values):
+    as_they_are = plan.v.sums_vectors and not (keys.adds_scores or values.adds_values or values.sums_codes)
+    if plan.regions.axis is None and as_they_are:
         of_body, _ = attention_in_pieces(*arguments, capacity=plan.regions.held_capacity, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
         return finished([*windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
@@ -115,14 +116,14 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
     reader, arrays = codec.kernel_reader(), codec.kernel_arrays(params, body)
     if isinstance(reader, str):
         raise ValueError(reader)
-    if not isinstance(reader, RotatedReader):
+    if not reader.turns:
         return reader, arrays
     if rope is None:
         raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
     arrays += [rope.inverse_frequencies, rope.attention_factor]
     if regions.axis is not None:
         arrays.append(lax.axis_index(regions.axis))
-    return dataclasses.replace(reader, sink=regions.sink, block=regions.block, shards=regions.shards), arrays
+    return reader.placed(regions.sink, regions.block, regions.shards), arrays
 
 
 def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> GroupedArray:

@@ -6,6 +6,7 @@ works without it. Ask `dispatch.no_triton` first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from kvq_jax.arrays.grouped_array import GroupFormat
@@ -15,6 +16,8 @@ from pallas_kernels.tiles.layout import SPAN, SUPPORTED_BITS, TABLE_BITS, PlaneL
 HEAD_DIMS = (64, 128, 256)
 POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
 SCALE_DTYPE = "float16"  # of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
+RUN_HEAD_DIMS = (64, 128)  # at 256 a step spills, and compiles for minutes (docs/kernels.md)
+RUN_CHANNELS = 16  # the fewest that tensor cores sum over
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, like all sizes in a kernel, from a span to the longest step
 
 
@@ -112,6 +115,20 @@ def polar(layout: PlaneLayout, angle_bits: int, group_size: int, scale_dtype: st
     from pallas_kernels.readers.polar import PolarReader
 
     return PolarReader(layout, angle_bits, group_size, scale_dtype)
+
+
+def runs(layouts: Sequence[PlaneLayout], channels: int, *, pre_rope: bool) -> Reader | str:
+    """Return the reader of keys before RoPE, or of values, in runs of channels of one width, or one line that says why there is none."""
+    if channels not in RUN_HEAD_DIMS:
+        return f"runs of channels at head_dim {channels}; kernels read them at {' and '.join(map(str, RUN_HEAD_DIMS))}"
+    if layouts[0].span % SPAN:
+        return f"blocks that are not a multiple of {SPAN} tokens; kernels read spans of {SPAN}"
+    odd = next((layout for layout in layouts if layout.channels % RUN_CHANNELS), None)
+    if odd:
+        return f"a run of {odd.channels} channels of {odd.bits} bits; kernels read runs of a multiple of {RUN_CHANNELS} channels"
+    from pallas_kernels.readers.runs import RunsKeys, RunsValues
+
+    return (RunsKeys if pre_rope else RunsValues)(tuple(layouts), channels)
 
 
 def dense(channels: int, dtype: str) -> Reader | str:

@@ -3,7 +3,7 @@
     minimize  sum over layers l and sides s of cost_ls(n_ls)     subject to   sum n_ls <= budget
     cost_ls(n) = ratio_ls(n) * energy_ls(n)
 
-n counts the bits of the chunks of a row (8 channels; the digits of `k_widths` add up to it); energy_ls(n) is the divergence that the
+n counts the bits of the chunks of a row (the digits of `k_widths` add up to it); energy_ls(n) is the divergence that the
 calibration of waterfill expects of its best widths for n; ratio_ls is measured over expected divergence where the side was measured, and in
 between its logarithm is interpolated in n. Costs of layers and sides are taken to add up. A price per bit turns the budget into a choice
 for each layer and side by itself, and is found by bisection.

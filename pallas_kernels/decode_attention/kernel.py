@@ -84,10 +84,11 @@ def _attend_heads(
     launch: Launch,
 ) -> PartialAttention:
     pieces, kept = attention_in_pieces(q, keys, values, limits, capacity=capacity, heads=heads, tuning=tuning, launch=launch)
-    part = merged([pieces], q.shape[2], launch=launch)
+    v, v_stored = values
+    part = v.values_of(merged([pieces], q.shape[2], launch=launch), v_stored, heads.start)
     if kept is None:
         return part
-    (v, v_stored), weights = values, jnp.exp(kept[:, :, : q.shape[2]] * LN2 - part.m)
+    weights = jnp.exp(kept[:, :, : q.shape[2]] * LN2 - part.m)
     if len(heads) < q.shape[1]:  # memory is short: nothing that comes of slots is there before the scores have become weights
         weights, v_stored = lax.optimization_barrier((weights, tuple(v_stored)))
     more = v.more_values(weights, v_stored, limits, heads.start)
@@ -155,9 +156,12 @@ def attention_in_pieces(
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
     if capacity % SPAN and (k.packed or v.packed):
         raise ValueError(f"{capacity=}: packed rows come in whole spans of {SPAN} tokens")
-    if not SPAN <= tile <= capacity or tile & (tile - 1):
-        raise ValueError(f"{tile=} is not a power of two from {SPAN} to {capacity=}")
+    least = max(k.least_tile, v.least_tile)
+    if not least <= tile <= capacity or tile & (tile - 1):
+        raise ValueError(f"{tile=} is not a power of two from {least} to {capacity=}")
     longest = min((reader.longest_tile for reader in (k, v) if reader.longest_tile is not None), default=tile)
+    if k.parts != v.parts:
+        raise ValueError(f"{type(k).__name__} and {type(v).__name__} read a tile in {k.parts} and {v.parts} parts")
     if tile > longest:
         raise ValueError(f"{tile=}: these keys and values are read in tiles of at most {longest} tokens")
 
@@ -205,6 +209,8 @@ def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest
     heads, width = m_ref.shape[1], sums[0].shape[0]
     for c, of_chunk in enumerate(sums):
         o_ref[place, pl.ds(width * c, width), :] = real_columns(of_chunk, heads)
+    for first in range(len(sums) * width, o_ref.shape[1], width):  # channels that are not stored
+        o_ref[place, pl.ds(first, width), :] = jnp.zeros((width, heads), jnp.float32)
     m_ref[place, :], l_ref[place, :] = (real_columns(x[None], heads).reshape(heads) for x in (largest, total))
 
 
@@ -243,7 +249,8 @@ def _attend_run(
         weights = [exp2(s - new[None, :], asm) for s in scores]
         total = total * shrink + jnp.sum(functools.reduce(jnp.add, weights), axis=0)
         sums = [x * shrink[None, :] for x in sums]
-        return v.weigh(change_slots(weights, v.slots), values, tile, sums, asm), new, total
+        weights = weights if k.parts > 1 else change_slots(weights, v.slots)
+        return v.weigh(weights, values, tile, sums, asm), new, total
 
     def whole_tile(i: Array, carry: Any) -> Any:
         return step(Tile(size, (first + i) * size, first + i), carry)
@@ -252,12 +259,18 @@ def _attend_run(
         start = (first + i) * size  # the window is moved back to stay inside the arrays; what an earlier tile read does not count again
         return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end), carry)
 
+    def part_of_tile(i: Array, carry: Any) -> Any:
+        start = (first + lax.div(i, k.parts)) * size
+        return step(Tile(size, jnp.minimum(start, capacity - size), None, start, end, lax.rem(i, k.parts), k.parts), carry)
+
     count, width = v.chunks
     carry = (
         [jnp.zeros((width, columns), jnp.float32)] * count,
         jnp.full((columns,), NEG_INF, jnp.float32),
         jnp.zeros((columns,), jnp.float32),
     )
+    if k.parts > 1:  # a loop for all tiles: two of them take twice as long to compile
+        return lax.fori_loop(0, tiles * k.parts, part_of_tile, carry)
     carry = lax.fori_loop(0, whole, whole_tile, carry)
     return lax.fori_loop(whole, tiles, last_tile, carry)
 

@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_attention.schedule import LEAST
 from pallas_kernels.readers.base import Reader
-from pallas_kernels.tiles.layout import SPAN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ def tuning_for(k: Reader, v: Reader, columns: int, capacity: int, asm: bool) -> 
         tile //= 2
     while tile > capacity:
         tile //= 2
-    tile = max(tile, SPAN)
+    tile = max(tile, k.least_tile, v.least_tile)
     resident = min(WARPS // warps, device_shared_bytes() // shared_bytes(k, v, tile, stages))
     return Tuning(tile, warps, stages, resident=max(1, resident))
 

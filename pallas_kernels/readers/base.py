@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode_attention.partial_attention import WEIGHT_EXPONENT
+from pallas_kernels.decode_attention.partial_attention import WEIGHT_EXPONENT, PartialAttention
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.halves import Half
+from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile
 
 Rows = list[Float[Array, "rows GP"]]
@@ -79,6 +80,16 @@ class Reader(abc.ABC):
         return True
 
     @property
+    def parts(self) -> int:
+        """Return the number of steps in which the slots of a tile are read, as many neighbouring ones in each."""
+        return 1
+
+    @property
+    def least_tile(self) -> int:
+        """Return the fewest tokens that a tile may have."""
+        return SPAN
+
+    @property
     def longest_tile(self) -> int | None:
         """Return the most tokens that a tile may have; None for any number."""
         return None
@@ -91,6 +102,31 @@ class Reader(abc.ABC):
     @abc.abstractmethod
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         """Reshape the stored arrays [B, K, ...] as the kernel indexes them. No copy."""
+
+    @property
+    def turns(self) -> bool:
+        """Return True for keys before RoPE: the frequencies, the attention factor and, of several shards, the number of this one come after
+        the other arrays."""
+        return False
+
+    @property
+    def reads_shards(self) -> bool:
+        """Return True if the tokens of an array may be every so many blocks of a body."""
+        return True
+
+    def placed(self, sink: int, block: int, shards: int) -> Reader:
+        """Return the reader of keys that begin after so many tokens, of a body whose blocks are dealt out to so many shards."""
+        return self
+
+    @property
+    def sums_codes(self) -> bool:
+        """Return True if `weigh` does not sum values, but what `values_of` makes them from, in as many channels as `chunks` are."""
+        return False
+
+    def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
+        """Return the attention with weighted values in place of what `weigh` has summed. first: the KV head that the part begins with; of
+        `stored` come all."""
+        return part
 
     @property
     def adds_scores(self) -> bool:

@@ -53,6 +53,13 @@ class RotatedReader(Reader):
     shards: int = 1
 
     @property
+    def turns(self) -> bool:
+        return True
+
+    def placed(self, sink: int, block: int, shards: int) -> RotatedReader:
+        return dataclasses.replace(self, sink=sink, block=block, shards=shards)
+
+    @property
     def slots(self) -> int:
         return self.inner.slots
 

@@ -29,6 +29,18 @@ def subtract_scale_add(h: Half, constant: int | float, scale: Array, zero: Array
     return by_halves(lambda h, scale, zero: (h - np.float16(constant)) * scale + zero, h, scale, zero)
 
 
+def subtract_constant(h: Half, constant: int | float, asm: bool) -> Half:
+    """Return h - constant. The constant must be an fp16 number; the difference is exact for codes and their biases."""
+    if asm:
+        return half2(f"{{ .reg .b32 t; mov.b32 t, {half_twice(-constant)}; add.rn.f16x2 $0, $1, t; }}", h)
+    return by_halves(lambda h: h - np.float16(constant), h)
+
+
+def half_multiply(a: Half, b: Array, asm: bool) -> Half:
+    """Return a * b in fp16."""
+    return half2("mul.rn.f16x2 $0, $1, $2;", a, b) if asm else by_halves(lambda a, b: a * b, a, b)
+
+
 def half_multiply_add(a: Half, b: Array, c: Array, asm: bool) -> Half:
     """Return a * b + c in fp16, rounded once in asm and twice in jnp."""
     return half2("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c) if asm else by_halves(lambda a, b, c: a * b + c, a, b, c)

@@ -19,6 +19,7 @@ class Tile:
     index: start // size where the tile is a whole one, and then every offset is the index times a constant, from which the compiler learns
     that loads are aligned; None for the last tile of a split, which may start anywhere on a span.
     first, limit: only tokens first <= token < limit count; None where all do.
+    part, parts: a step reads part number `part` of so many, each as many neighbouring slots of a word row.
     """
 
     size: int
@@ -26,6 +27,8 @@ class Tile:
     index: Int[Array, ""] | None
     first: Int[Array, ""] | None = None
     limit: Int[Array, ""] | None = None
+    part: Int[Array, ""] | int = 0
+    parts: int = 1
 
     def offset(self, unit: int) -> Int[Array, ""]:
         """Return the start in units of `unit` tokens; if a unit is longer than the tile, the number of the one that holds the start."""
@@ -46,10 +49,10 @@ class Tile:
         return (at >= self.first) & (at < self.limit)
 
     def slot_tokens(self, slots: int, slot: int) -> Int[Array, " rows"]:
-        """Return the tokens, from the tile's start on, that slot `slot` of the word rows holds: a run of SPAN / slots in each span."""
+        """Return the tokens, from the tile's start on, that slot `slot` (of the part) holds: a run of SPAN / slots in each span."""
         run = SPAN // slots
         row = lax.broadcasted_iota(jnp.int32, (self.size // slots,), 0)
-        return row // run * SPAN + run * slot + row % run
+        return row // run * SPAN + run * (self.part * (slots // self.parts) + slot) + row % run
 
 
 def change_slots(rows: list[Float[Array, "rows G"]], slots: int) -> list[Float[Array, "other_rows G"]]:

@@ -8,10 +8,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float16, Int16, Int32, UInt32
 
 from pallas_kernels.tiles.arithmetic import half2, twice
@@ -54,6 +56,11 @@ class WordTiles(abc.ABC):
     tiles: list[list[Any]]
 
     @abc.abstractmethod
+    def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> WordTiles:
+        """Return the words of each plane set, moved right by as many bits as the kernel finds when it runs; what comes from above is no
+        code."""
+
+    @abc.abstractmethod
     def gathered(self, runs: Sequence[Run], bits: int) -> Half:
         """Return the fp16 numbers whose bits are `bits`, or-ed with those of the runs."""
 
@@ -64,11 +71,14 @@ class WordTiles(abc.ABC):
             runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
-    def number(self, bits: Sequence[Bit]) -> tuple[Half, int]:
-        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py."""
+    def number(self, bits: Sequence[Bit], least: int = 0) -> tuple[Half, int]:
+        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py.
+
+        least: the lowest bit of the mantissa that a code may begin at, which bounds the bias.
+        """
         # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
         first = bits[0].position
-        at = next(place for place in (first, first - 8, 0) if 0 <= place <= 10 - len(bits))
+        at = next(place for place in (first, first - 8, least) if least <= place <= 10 - len(bits))
         runs: list[Run] = []
         for i, bit in enumerate(bits):
             shift, mask = bit.position - (at + i), 1 << (at + i)
@@ -84,6 +94,9 @@ class SingleWords(WordTiles):
     """Words as int16 [rows, W], for inline assembly, which takes two neighbours at a time by itself."""
 
     tiles: list[list[Int16[Array, "rows W"]]]
+
+    def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> SingleWords:
+        return SingleWords([[moved_right(words, by) for words in of_set] for of_set, by in zip(self.tiles, amounts, strict=True)])
 
     def gathered(self, runs: Sequence[Run], bits: int) -> Float16[Array, "rows W"]:
         """Gather with one `lop3` for each run and pair of words, and a shift, which other fields may share."""
@@ -114,6 +127,10 @@ class PairedWords(WordTiles):
     axis: int
     zero: UInt32[Array, ""]
 
+    def shifted(self, amounts: Sequence[Int32[Array, "1 1"]]) -> PairedWords:
+        by = [amount.astype(jnp.uint32) for amount in amounts]
+        return PairedWords([[words >> b for words in of_set] for of_set, b in zip(self.tiles, by, strict=True)], self.axis, self.zero)
+
     def moved(self, set: int, tile: int, shift: int) -> UInt32[Array, "a b"]:
         """Shift the words of a tile right, or left if `shift` is negative."""
         words = self.tiles[set][tile]
@@ -128,6 +145,18 @@ class PairedWords(WordTiles):
             # the same, for no bit is in both; but compilers would move the constant to the end of a chain of one kind: one more instruction
             pairs = pairs ^ masked if i % 2 else pairs | masked
         return out_of_pairs(pairs, self.axis)
+
+
+def moved_right(words: Int16[Array, "rows W"], by: Int32[Array, "1 1"]) -> Int16[Array, "rows W"]:
+    """Move the bits of two neighbouring words together."""
+    [moved] = plt.elementwise_inline_asm(
+        "shr.b32 $0, $1, $2;",
+        args=[words, jnp.broadcast_to(by, words.shape)],
+        constraints="=r,r,r,r",  # a 32-bit operand has a register for each of the two elements
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int16)],
+    )
+    return moved
 
 
 def read_words(refs: Sequence[Any], layout: PlaneLayout, tile: Tile, axis: int, asm: bool) -> WordTiles:

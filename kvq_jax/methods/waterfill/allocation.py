@@ -26,7 +26,7 @@ STEPS = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 MOST = len(STEPS) - 1
 TEMPLATE_FALL = 4.0  # bits, from the strongest channel to the weakest, where nothing was calibrated
-CHUNK = 8
+CHUNK = 8  # channels for each 64 of a head, which are 8 chunks
 
 
 def allocate(energies: Float[np.ndarray, " n"], budget: int) -> Int[np.ndarray, " n"]:
@@ -99,8 +99,9 @@ def expected_error(energies: Float[np.ndarray, " chunks"], widths: Sequence[int]
 
 
 def template_chunks(head_dim: int) -> int:
-    """Return the chunks of a row whose widths the spec leaves open: of 8 channels where the head's width allows."""
-    return head_dim // math.gcd(head_dim, CHUNK)
+    """Return the chunks of a row whose widths the spec leaves open: of 8 channels, or of 16 from a head dim of 128 on, 32 from 256, and so
+    on, where the head's width allows."""
+    return head_dim // math.gcd(head_dim, CHUNK * max(1, head_dim // 64))
 
 
 def template(bits: float, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from kvq_jax.arrays.packing import PlaneLayout, Words, pack, run_layout, unpack
 from kvq_jax.arrays.stored import BodySpec, word_specs
-from kvq_jax.codecs import native_bodies
+from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, rotate_keys, side_rows
 from kvq_jax.codecs.dots import weigh_rows
 from kvq_jax.codecs.kernel_readers import Reader
@@ -101,7 +101,7 @@ class WaterfillCodec(Codec):
         """Return rows as normalized channels, sorted by energy."""
 
     def kernel_reader(self) -> Reader | str:
-        return "waterfill's runs of several widths have no GPU kernel yet"
+        return kernel_readers.runs(self.layouts(), self.head_dim, pre_rope=self.before_rope)
 
     def native_body(self) -> Body | str:
         return native_bodies.runs(self.layouts(), self.head_dim, pre_rope=self.before_rope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import types
@@ -41,10 +42,11 @@ SPECS = (
     "polarquant",
     "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4",
     "k=nf2:group_size=32,pre_rope=true+v=int3",
+    "waterfill:k_widths=66332200,v_widths=44331111",
 )
 # one of each reader, pair of methods and place of RoPE; tests/pallas_kernels reads the other formats
 USUAL = ("dense:block=32", "innerq:bits=2", "k=innerq:bits=4+v=kivi:bits=8", "kivi:bits=4,pre_rope=true", "kvquant:bits=4,outliers=0.04")
-USUAL += ("nf4", "polarquant")
+USUAL += ("nf4", "polarquant", "waterfill:k_widths=66332200,v_widths=44331111")
 INTERPRETED = Launch(interpret=True)
 
 prefill = jax.jit(prefill_layer, static_argnums=0, static_argnames="implementation", compiler_options=QUICK_COMPILE)
@@ -130,6 +132,10 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
         ("polarquant:radius_bits=3", "k: 7 bits for a pair at head_dim 64; kernels serve 4, 6, 8"),
         ("polarquant:grid=global", "k: one step of the radii for a whole sequence"),
         ("kivi:recent=400", "fewer than one tile of 32"),
+        ("waterfill:k_widths=43332220,v_widths=33222211", "k: a run of 8 channels of 4 bits; kernels read runs of a multiple of 16"),
+        ("waterfill:k_widths=4320,v_widths=3222,block=16", "k: blocks that are not a multiple of 32 tokens"),
+        ("waterfill:k_widths=4320,v_widths=3222,recent=192", "the body holds 192 tokens, fewer than one tile of 256"),
+        ("k=waterfill:k_widths=4320+v=int4", "runs of channels of several widths on one side alone"),
     ],
 )
 def test_what_kernels_do_not_serve_has_a_reason(monkeypatch, spec, reason):
@@ -156,6 +162,10 @@ def test_shapes_that_kernels_do_not_serve_have_a_reason():
         dispatch.unsupported(plan_of("kivi", wide), 16, 1)
     )
     assert dispatch.unsupported(plan_of("kivi", wide), 8, 1) is None
+    runs = plan_of("waterfill:k_widths=4320,v_widths=3222")
+    assert dispatch.unsupported(runs, 4, 1) is None
+    split = dataclasses.replace(runs, regions=dataclasses.replace(runs.regions, shards=2, axis="tokens"))
+    assert "a body that is dealt out to shards" in str(dispatch.unsupported(split, 4, 1))
 
 
 @pytest.mark.parametrize(

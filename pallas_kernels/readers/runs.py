@@ -1,0 +1,286 @@
+"""Rows in runs of channels of one width each, with one factor for each token and head: the method `waterfill`.
+
+    u^_tc = g_t x_tc step_c,    x = code + 1/2 - 2^(b-1),    g_t = 2^(scale_t / 8)            b and step are those of the channel's run
+
+    scores    q . R(p) k^ = g_t sum_c s_c step_c x_c (q_c cos + q'_c sin) + sum_c mu_c (q_c cos + q'_c sin)        cos, sin of p w_c
+    values    sum_t p_t v^_t = (step_c sum_t p_t g_t x_tc)_c A^-1 + mu sum_t p_t
+
+Keys are stored before RoPE, in a calibrated order of channels in which the two of a pair are neighbours; q' holds the partner of each
+query: the second of a pair for its first, minus the first for its second. So a rotation exchanges nothing between lanes. A token stands at
+
+    p = start of the part + (32 s + r) + 2 k        span s of the tile, row r of two, slot k of the part
+
+The queries are turned back by the start of the part, and by 2 from each slot to the next; keys meet the cosines and sines of their rows
+32 s + r, which all parts share, times s step, and so do the means. All tables, queries and products are fp16, x is exact.
+
+A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if they had the 16 of the thinnest plane: a
+slot of n is 16 / n of them, which lie in neighbouring rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of
+every run, a fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float16, Int
+
+from pallas_kernels.angles import cos_and_sin
+from pallas_kernels.decode_attention.partial_attention import PartialAttention
+from pallas_kernels.readers.base import Reader, Rows, Step
+from pallas_kernels.readers.rotary import rotated
+from pallas_kernels.readers.shared import dot, query_planes
+from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, subtract_constant
+from pallas_kernels.tiles.halves import Half, joined
+from pallas_kernels.tiles.layout import SPAN, PlaneLayout
+from pallas_kernels.tiles.tile import Tile
+from pallas_kernels.tiles.words import Bit, SingleWords, paired
+
+SLOTS = 16
+ROWS = 16  # of a slot, the fewest that tensor cores take
+TILE = ROWS * SLOTS
+RUN = SPAN // SLOTS  # neighbouring tokens of a slot
+WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
+PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
+TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
+
+Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsReader(Reader):
+    """What keys and values in runs have in common.
+
+    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 16
+    channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
+    """
+
+    layouts: tuple[PlaneLayout, ...]
+    channels: int
+
+    @property
+    def slots(self) -> int:
+        return SLOTS
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(layout.bits * layout.channels for layout in self.layouts) // 8
+
+    @property
+    def step(self) -> Step:
+        return Step(TILE, 1)
+
+    @property
+    def parts(self) -> int:
+        return SLOTS // TOGETHER
+
+    @property
+    def least_tile(self) -> int:
+        return TILE
+
+    @property
+    def longest_tile(self) -> int:
+        return TILE
+
+    @property
+    def stored(self) -> int:
+        """Return how many channels are stored."""
+        return sum(layout.channels for layout in self.layouts)
+
+    @property
+    def _words(self) -> int:
+        return sum(len(layout.sets) for layout in self.layouts)
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        words, scale = stored[: self._words], stored[self._words]
+        shifts = [[TOGETHER * part // unit * unit for part in range(self.parts)] for unit in (TOGETHER, 2 * TOGETHER)]
+        return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN), jnp.asarray(shifts, jnp.int32)[None, None])
+
+    def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
+        """Return the step of each stored channel."""
+        steps = stored[self._words + 1]
+        return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
+
+    def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
+        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part."""
+        run = next(i for i, end in enumerate(itertools.accumulate(p.channels for p in self.layouts)) if WIDTH * chunk < end)
+        layout, before = self.layouts[run], self.layouts[:run]
+        column = WIDTH * chunk - sum(other.channels for other in before)
+        refs, shifts = refs[sum(len(other.sets) for other in before) :], refs[self._words + 1]
+        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+        rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
+        shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
+        tiles, by = [], []
+        for ref, bits in zip(refs, layout.sets, strict=False):
+            first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
+            units = [first + k for k in range(min(bits, TOGETHER))]
+            places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + column) for u in units]
+            tiles.append([ref[row, pl.ds(at, WIDTH)] for row, at in places])
+            by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
+        words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
+        found = []
+        for slot in range(TOGETHER):
+            fields = [(i, slot % bits, slot // bits * bits + j) for i, bits in enumerate(layout.sets) for j in range(bits)]
+            code, bias = words.number([Bit(*field) for field in fields], least=1)  # of at most 512, beside which fp16 holds halves
+            found.append(subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm))
+        return found
+
+    def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
+        """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
+        scale = refs[self._words][pl.ds(tile.offset(SPAN), TILE // SPAN), TOGETHER * tile.part + slot, :].reshape(ROWS)
+        return exp2(scale.astype(jnp.float32) * (1 / PER_OCTAVE), asm)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsKeys(RunsReader):
+    """Keys before RoPE.
+
+    Stored arrays, after the steps: place [K, H] int32, where each channel stands in the order of storage, pair (i, i + H/2) at neighbouring
+    places; s and mu [K, H], in the model's order; inverse frequencies [H/2] and RoPE's attention factor [], fp32. Token t stands at
+    position sink + t.
+    """
+
+    sink: int = 0
+
+    @property
+    def turns(self) -> bool:
+        return True
+
+    @property
+    def reads_shards(self) -> bool:
+        return False
+
+    def placed(self, sink: int, block: int, shards: int) -> RunsKeys:
+        return dataclasses.replace(self, sink=sink)
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.channels // WIDTH, WIDTH
+
+    def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        place, scale, mean = stored[self._words + 2 :][:3]
+        order = jnp.argsort(place, axis=-1)
+        scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
+        steps = jnp.pad(self._steps(stored), (0, self.channels - self.stored))
+        row = jnp.arange(ROWS)
+        cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
+        tables = [amount[:, None] * table for amount in (scale * steps[None], mean) for table in (cos, sin)]
+        return (*super().arrays(stored), *(table.astype(jnp.float16)[None] for table in tables))
+
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        place, attention = stored[self._words + 2], stored[-1]
+        ordered = jnp.take_along_axis(q * attention, jnp.argsort(place, axis=-1)[None, :, None], axis=-1)
+        pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
+        partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
+        capacity = stored[self._words].shape[2]
+        starts = jnp.minimum(TILE * jnp.arange(-(-capacity // TILE)), capacity - TILE)
+        starts = self.sink + starts[:, None] + RUN * TOGETHER * jnp.arange(self.parts)[None]
+        tables = [
+            sign * table
+            for positions in (starts.reshape(-1), jnp.full(1, RUN))
+            for sign, table in zip((1, -1), self._angles(stored, positions), strict=True)
+        ]
+        count, width = self.chunks
+        cuts = (table.astype(jnp.float16).reshape(1, table.shape[0], -1, count, width) for table in tables)
+        return query_planes(ordered, count), query_planes(partners, count), *cuts
+
+    def _angles(self, stored: Sequence[Array], positions: Int[Array, " n"]) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
+        """Return the cosines and sines of position * frequency, in the order of storage."""
+        place, frequencies = stored[self._words + 2], stored[-2]
+        pair = jnp.argsort(place, axis=-1) % (self.channels // 2)
+        cos, sin = cos_and_sin(positions, frequencies)
+        return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        columns = query[0].shape[1]
+        start = (tile.start + TILE - 1) // TILE * self.parts + tile.part  # the last tile ends where the arrays do
+        sums = [jnp.zeros((ROWS, columns), jnp.float32)] * (2 * TOGETHER)
+        for chunk in range(self.chunks[0]):
+            add = functools.partial(self._add_chunk, query, refs, start, tile, chunk, asm)
+            # Always true: what a condition holds is loaded where it is used (rotary.py), and bounds what is in registers at a time.
+            sums = lax.cond(tile.start >= 0, add, lambda *sums: list(sums), *sums)
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [multiply_add(codes, self._factor(refs, k, tile, asm), means, asm) for k, (codes, means) in enumerate(pairs)]
+
+    def _add_chunk(
+        self,
+        query: Sequence[Any],
+        refs: Sequence[Any],
+        start: Int[Array, ""],
+        tile: Tile,
+        chunk: int,
+        asm: bool,
+        *sums: Float[Array, "16 GP"],
+    ) -> list[Float[Array, "16 GP"]]:
+        """Add a chunk of channels to the sums of each slot, first those of its codes, then those of the means."""
+        turned = _turned_back((query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm)
+        own = pl.ds(WIDTH * chunk, WIDTH)
+        cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
+        numbers = self._numbers(refs, chunk, tile, 1, asm) if WIDTH * chunk < self.stored else []
+        slot_turn = [table[0, chunk] for table in query[4:6]]
+        found = []
+        for slot in range(TOGETHER):
+            turned = _turned_back(turned, slot_turn, asm) if slot else turned
+            codes, means = sums[2 * slot : 2 * slot + 2]
+            if numbers:
+                codes = dot(joined(half_multiply(numbers[slot], cos, asm)), turned[0], (1, 1)) + codes
+                codes = dot(joined(half_multiply(numbers[slot], sin, asm)), turned[1], (1, 1)) + codes
+            means = dot(mean_sin, turned[1], (1, 1)) + (dot(mean_cos, turned[0], (1, 1)) + means)
+            found += [codes, means]
+        return found
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+        raise NotImplementedError("values are read by RunsValues")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsValues(RunsReader):
+    """Values in a basis of their own, of which the first channels are stored. A kernel sums g x; `values_of` does the rest.
+
+    Stored arrays, after the steps: A^-1 [K, H, H] (rows are multiplied from the left) and mu [K, H], fp32.
+    """
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.stored // WIDTH, WIDTH
+
+    @property
+    def weight_exponent(self) -> int:
+        return 0  # times a token's factor of up to 2^16, a larger weight would leave fp16's range
+
+    @property
+    def sums_codes(self) -> bool:
+        return True
+
+    def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
+        synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
+        sums = part.o[..., : self.stored] * self._steps(stored)[None, None, None]
+        values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
+        return part._replace(o=values + part.l * mean[None, :, None])
+
+    def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
+        raise NotImplementedError("keys are read by RunsKeys")
+
+    def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
+        raise NotImplementedError("keys are read by RunsKeys")
+
+    def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Float[Array, "W GP"]], asm: bool) -> list[Array]:
+        halves = [(w * self._factor(refs, slot, tile, asm)).astype(jnp.float16) for slot, w in enumerate(weights)]
+        sums = list(sums)
+        for chunk in range(len(sums)):
+            for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
+                sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
+        return sums
+
+
+def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:
+    """Return (q cos + partner sin, partner cos - q sin). angles: cos and -sin."""
+    cos, minus_sin = (jnp.broadcast_to(table[None, :], queries[0].shape) for table in angles)
+    first, second = rotated(*queries, cos, minus_sin, asm)
+    return joined(first), joined(second)
