@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import pathlib
+from typing import Any
 
 import gguf
 import numpy as np
@@ -46,8 +48,7 @@ class Steps:
     """llama.cpp after a prompt, by flash attention, which quantized values need. Each call generates one more token, greedily."""
 
     def __init__(self, file: pathlib.Path, prompt: np.ndarray, steps: int, cache: str):
-        import llama_cpp
-
+        llama_cpp: Any = importlib.import_module("llama_cpp")
         kind, threads = int(CACHES[cache]), cores()
         self.llama = llama_cpp.Llama(
             str(file),
