@@ -127,7 +127,11 @@ def test_garbage_in_unused_capacity_does_not_leak(case):
 
 
 def test_heads_come_one_after_the_other_where_scores_of_all_need_too_much_memory(monkeypatch):
-    """Each has one barrier before its weights are used, and all but the first have one that waits for the head before."""
+    """Each has one barrier before its weights are used, and all but the first have one that waits for the head before.
+
+    Scores are the same, bit for bit. Exponentials of arrays of another shape may differ in their last bit, and a weight then rounds to the
+    next fp16 number: 2^-11 of its share of a row.
+    """
     case = CASES[0]
     arrays = [side.arrays for side in sides_of(case, SHORT)]
     at_once = outputs(case, arrays, SHORT, TUNING, INTERPRETED)
@@ -139,7 +143,7 @@ def test_heads_come_one_after_the_other_where_scores_of_all_need_too_much_memory
     assert text.count("stablehlo.optimization_barrier") == 2 * HEADS - 1
     apart = outputs(case, arrays, SHORT, TUNING, INTERPRETED)
     attend.clear_cache()
-    assert row_errors(apart, at_once).max() < 1e-5
+    assert row_errors(apart, at_once).max() < 2**-11
     assert row_errors(apart[:, ::-1], at_once).max() > 5 * TOLERANCE, "the heads could be exchanged"
 
 
