@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
+from kvq_jax.methods.waterfill.codec import WaterfillArray, WaterfillCodec
+from kvq_jax.types.array_types import ArraySpec
 from kvq_jax.types.rope import Rope
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.tiles.layout import SPAN
@@ -107,12 +110,35 @@ def _(leaves: PolarArray, seed: Array) -> PolarArray:
     )
 
 
+@_random_values.register
+def _(leaves: WaterfillArray, seed: Array) -> WaterfillArray:
+    """Make factors of tokens from a half to 2."""
+    scale: Any = leaves.scale
+    factors = jnp.round(uniform(scale.shape, seed + jnp.uint32(2000), -8.0, 8.0)).astype(jnp.int8)
+    return WaterfillArray(tuple(_random_codes(words, seed + jnp.uint32(7000 * i)) for i, words in enumerate(leaves.words)), factors)
+
+
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
     """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and hardly an entry is an outlier."""
+    specs = codec.parameters(heads)
+    if isinstance(codec, WaterfillCodec):
+        return _channels(codec, specs, seed)
     ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
-    parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in codec.parameters(heads).items()}
+    parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items()}
     if "levels" in parameters:
         parameters |= {"levels": jnp.sort(parameters["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
+    return parameters
+
+
+def _channels(codec: WaterfillCodec, specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:
+    """Return waterfill's parameters: pairs of keys in a random order; values in a random basis, which kernels do not divide by."""
+    edge = codec.head_dim**-0.5
+    ranges = {"mean": (-0.1, 0.1), "scale": (0.3, 0.6), "energies": (0, 1), "analysis": (-edge, edge), "synthesis": (-edge, edge)}
+    parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items() if name in ranges}
+    if "place" in specs:
+        heads, channels = specs["place"].shape
+        rank = jnp.argsort(uniform((heads, channels // 2), seed, 0.0, 1.0), axis=-1).astype(jnp.int32)
+        parameters["place"] = jnp.concatenate([2 * rank, 2 * rank + 1], axis=-1)
     return parameters
 
 

@@ -218,8 +218,8 @@ def append_token(
     full_ring = regions.ring_slots == regions.recent + regions.block and regions.recent > 0  # which holds what leaves beside the new token
     serves = full_ring and plan.cross_layer is None and regions.body_capacity > 0
     jobs = [codec.kernel_job(stats, prefill=False) if serves else None for codec, stats in zip(plan.codecs, state.stats, strict=True)]
-    jobs = [job if job is not None and regions.ring_slots % job.unit == 0 else None for job in jobs]
     fused = _fused()
+    jobs = [job if job is not None and regions.ring_slots % fused.tokens_at_once(job) == 0 else None for job in jobs]
     written = tuple(job is not None or fused.leaves_at_once(plan, codec) for codec, job in zip(plan.codecs, jobs, strict=True))
     return fused.append_token(plan, state, rows, start, total, jobs, chosen), written
 

@@ -30,6 +30,7 @@ from pallas_kernels.quantize.kernel import Packed, quantize_rows
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.tiles.layout import SPAN
 
 BodyArguments: TypeAlias = tuple[Float[Array, "B K R H"], tuple[Reader, Sequence[Array]], tuple[Reader, Sequence[Array]], Int[Array, " B"]]
 
@@ -131,6 +132,11 @@ def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> Gr
     format, scheme, divisor = job
     packed = quantize_rows(rows, _grouped_reader(codec), scheme, format.bits, divisor=divisor, launch=launch)
     return GroupedArray(packed.words, packed.scale, packed.zero, format)
+
+
+def tokens_at_once(job: KernelJob) -> int:
+    """Return the tokens that a program of the kernel quantizes, which lie in the ring without a gap."""
+    return job.format.group_size if job.format.axis == "tokens" else SPAN
 
 
 def append_token(

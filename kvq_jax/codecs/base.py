@@ -30,7 +30,6 @@ from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, rotate
-from pallas_kernels.tiles.layout import SPAN
 
 Side = Literal["k", "v"]
 
@@ -41,11 +40,6 @@ class KernelJob(NamedTuple):
     format: GroupFormat
     scheme: Scheme
     divisor: Float[Array, "B K 1 H"] | None
-
-    @property
-    def unit(self) -> int:
-        """Return the tokens that a program of the kernel quantizes."""
-        return self.format.group_size if self.format.axis == "tokens" else SPAN
 
 
 class OutlierCounts(NamedTuple):

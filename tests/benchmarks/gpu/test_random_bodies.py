@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -80,6 +81,16 @@ def test_each_methods_kernels_are_traced_or_refused_with_the_reason(spec: str):
     assert task.check is not None
     found, wanted = jax.eval_shape(task.check, x, copy, out)
     assert found.shape == wanted.shape == (1, random_bodies.CHECKED_HEADS, 4, 128)
+
+
+def test_runs_of_several_widths_are_compared_with_the_rows_that_they_stand_for():
+    spec, shape = "waterfill:k_widths=44331100,v_widths=33332200", dataclasses.replace(SHAPE, tokens=256)
+    task = attention_tasks(shape, INTERPRETED, (spec,))[-1].make()
+    x, copy, other = task.start(), task.copy(jnp.uint32(1)), task.copy(jnp.uint32(2))
+    out = task.calls[0][1](x, copy)
+    assert task.check is not None
+    assert timed_case.relative_error(*task.check(x, copy, out)) < 5e-3
+    assert timed_case.relative_error(*task.check(x, other, out)) > 0.1
 
 
 @pytest.mark.parametrize("spec", ["nf4", "polarquant"])
