@@ -210,7 +210,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch=torch.__version__,
         llama_cpp=llama_cpp_steps.version() if with_llama_cpp else None,
         cores=cores(),
-        missing=(*(PACKAGES[name] for name in PACKAGES if not installed(name)), *([] if with_llama_cpp else ["llama.cpp"])),
+        missing=(
+            *(PACKAGES[name] for name in PACKAGES if not installed(name)),
+            *([] if with_llama_cpp else [f"{llama_cpp_steps.PACKAGE} (or the model is no GGUF file)"]),
+        ),
         rows=tuple(rows),
     )
     if args.json:
