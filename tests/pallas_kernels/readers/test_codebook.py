@@ -143,7 +143,9 @@ def test_heads_come_one_after_the_other_where_scores_of_all_need_too_much_memory
     assert text.count("stablehlo.optimization_barrier") == 2 * HEADS - 1
     apart = outputs(case, arrays, SHORT, TUNING, INTERPRETED)
     attend.clear_cache()
-    assert row_errors(apart, at_once).max() < 2**-11
+    errors = row_errors(apart, at_once)
+    assert np.median(errors) < 1e-6, "few weights lie on the border of two fp16 numbers"
+    assert errors.max() < 2**-11
     assert row_errors(apart[:, ::-1], at_once).max() > 5 * TOLERANCE, "the heads could be exchanged"
 
 
