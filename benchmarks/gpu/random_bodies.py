@@ -25,7 +25,7 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
-from kvq_jax.methods.waterfill.codec import WaterfillArray, WaterfillCodec
+from kvq_jax.methods.waterfill.codec import WaterfillArray
 from kvq_jax.types.array_types import ArraySpec
 from kvq_jax.types.rope import Rope
 from pallas_kernels.readers.base import Reader
@@ -121,8 +121,8 @@ def _(leaves: WaterfillArray, seed: Array) -> WaterfillArray:
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:
     """Return parameters as from a calibration, {} for codecs without: rows are about -1 .. 1, and hardly an entry is an outlier."""
     specs = codec.parameters(heads)
-    if isinstance(codec, WaterfillCodec):
-        return _channels(codec, specs, seed)
+    if "energies" in specs:
+        return _sorted_channels(specs, seed)
     ranges = {"levels": (-1, 1), "qnorm": (0, 0), "scale": (0.7, 1.3), "zero": (-0.1, 0.1), "lower": (-9, -8), "upper": (8, 9)}
     parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items()}
     if "levels" in parameters:
@@ -130,9 +130,9 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
     return parameters
 
 
-def _channels(codec: WaterfillCodec, specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:
+def _sorted_channels(specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:
     """Return waterfill's parameters: pairs of keys in a random order; values in a random basis, which kernels do not divide by."""
-    edge = codec.head_dim**-0.5
+    edge = specs["mean"].shape[-1] ** -0.5
     ranges = {"mean": (-0.1, 0.1), "scale": (0.3, 0.6), "energies": (0, 1), "analysis": (-edge, edge), "synthesis": (-edge, edge)}
     parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items() if name in ranges}
     if "place" in specs:
