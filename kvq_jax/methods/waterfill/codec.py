@@ -27,6 +27,7 @@ from kvq_jax.types.rope import Rope
 
 PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
 LARGEST = 1e18  # its square is finite in fp32
+UNCLIPPED = 5  # bits from which on no channel is clipped: there a clipped entry costs more than the longer steps (docs/decisions.md)
 
 
 @pytree
@@ -43,7 +44,8 @@ class WaterfillCodec(Codec):
     """u = analysis of a row minus its mean, sorted by energy, each channel of variance 1;   u^ = g (code + 1/2 - 2^(b-1)) step_b.
 
     widths: bits of the chunks of a row's sorted channels, the widest first; those of width 0 are not stored. g: the root mean square of the
-    stored channels of a token, as a power of 2^(1/8). step_b: the best for normal variables (allocation.STEPS).
+    stored channels of a token, or more where a channel of at least UNCLIPPED bits needs it for its largest code, as a power of 2^(1/8).
+    step_b: the best for normal variables (allocation.STEPS).
     """
 
     head_dim: int
@@ -60,6 +62,12 @@ class WaterfillCodec(Codec):
     @property
     def stored_channels(self) -> int:
         return sum(channels for _, channels in self.runs)
+
+    @property
+    def ends(self) -> Float[np.ndarray, " stored"]:
+        """Return how far the codes of each stored channel reach, where that bounds g: 2^(b-1) step_b, or infinity below UNCLIPPED bits."""
+        reach = [2 ** (width - 1) * STEPS[width] if width >= UNCLIPPED else np.inf for width, _ in self.runs]
+        return np.repeat(np.asarray(reach, np.float32), [channels for _, channels in self.runs])
 
     def layouts(self) -> tuple[PlaneLayout, ...]:
         return tuple(run_layout(width, channels, self.block) for width, channels in self.runs)
@@ -78,7 +86,7 @@ class WaterfillCodec(Codec):
     def quantize(self, params: Tree, stats: Tree, rows: CachedRows, *, prefill: bool) -> WaterfillArray:
         u = self.analysed(_given(params), rows.astype(jnp.float32))[..., : self.stored_channels]
         u = jnp.clip(jnp.where(jnp.isnan(u), 0, u), -LARGEST, LARGEST)
-        size = jnp.sqrt(jnp.mean(jnp.square(u), axis=-1))
+        size = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(u), axis=-1)), jnp.max(jnp.abs(u) / self.ends[None, None, None], axis=-1))
         scale = jnp.clip(jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30))), -128, 127).astype(jnp.int8)
         u = u / _factor(scale)
         words, start = [], 0

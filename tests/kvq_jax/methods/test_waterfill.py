@@ -34,12 +34,24 @@ def decoded_in_numpy(u: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
     stored = sum(chunk for width in widths if width)
     for token in np.ndindex(u.shape[:-1]):
         row = u[token].astype(np.float64)
-        g = 2.0 ** (round(8 * math.log2(math.sqrt(sum(x * x for x in row[:stored]) / stored))) / 8)
+        size = math.sqrt(sum(x * x for x in row[:stored]) / stored)
+        for channel in range(stored):
+            width = widths[channel // chunk]
+            if width >= 5:
+                size = max(size, abs(row[channel]) / (2 ** (width - 1) * allocation.STEPS[width]))
+        g = 2.0 ** (round(8 * math.log2(size)) / 8)
         for channel in range(stored):
             width = widths[channel // chunk]
             levels = [(2 * level + 1 - 2**width) / 2 * allocation.STEPS[width] for level in range(2**width)]
             out[token][channel] = g * min(levels, key=lambda level: abs(level - row[channel] / g))
     return out
+
+
+def spiked(rows: np.ndarray) -> np.ndarray:
+    """Return the first TOKENS rows, every fourth with an entry that bounds its scale."""
+    rows = rows[:TOKENS].copy()
+    rows[::4, :, 3] *= 30
+    return rows
 
 
 def stored_rows(codec: KeyCodec | ValueCodec, params: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
@@ -58,7 +70,7 @@ def same(found: np.ndarray, wanted: np.ndarray) -> bool:
 def test_keys_equal_the_numpy_version():
     rows = correlated(1)
     params = fit.keys(rows, correlated(2))
-    rows = rows[:TOKENS]
+    rows = spiked(rows)
     mean, wanted = rows.astype(np.float64) - params["mean"], np.empty(rows.shape)
     for head, token in itertools.product(range(HEADS), range(TOKENS)):
         pairs = sorted(range(WIDTH // 2), key=lambda pair: params["place"][head, pair])
@@ -75,7 +87,7 @@ def test_keys_equal_the_numpy_version():
 def test_values_equal_the_numpy_version():
     rows = correlated(3)
     params = fit.values(rows, correlated(4))
-    rows = rows[:TOKENS]
+    rows = spiked(rows)
     wanted = np.empty(rows.shape)
     for head in range(HEADS):
         u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
@@ -84,6 +96,18 @@ def test_values_equal_the_numpy_version():
     assert same(stored_rows(codec, params, rows), wanted)
     turned = params | {"synthesis": params["synthesis"][:, ::-1]}
     assert not same(stored_rows(codec, turned, rows), wanted), "another basis gives the same rows"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
+def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
+    """An entry ten times as large as the others of its token: within a step and what its scale is rounded by, or cut off."""
+    codec = ValueCodec(WIDTH, BLOCK, (width, 1))
+    u = np.random.default_rng(9).normal(size=(TOKENS, 1, WIDTH)).astype(np.float32)
+    u[:, :, 3] = 10
+    identity = {"mean": np.zeros((1, WIDTH)), "analysis": np.eye(WIDTH)[None], "synthesis": np.eye(WIDTH)[None]}
+    stored = stored_rows(codec, {name: array.astype(np.float32) for name, array in identity.items()}, u)
+    clipped = np.abs(stored - u)[:, 0, 3] > 1.5
+    assert clipped.all() if width < 5 else not clipped.any(), f"{clipped.mean():.0%} are clipped"
 
 
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
