@@ -24,12 +24,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float16, Int
+from jaxtyping import Array, Float, Float16, Int, Int16
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
@@ -37,7 +38,7 @@ from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.rotary import rotated
 from pallas_kernels.readers.shared import dot, query_planes
 from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, subtract_constant
-from pallas_kernels.tiles.halves import Half, joined
+from pallas_kernels.tiles.halves import Half, by_halves, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import Bit, SingleWords, paired
@@ -50,14 +51,24 @@ WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
+HALF = WIDTH // 2  # channels of the shortest run: two of them share a chunk
+
 Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
+
+
+class Piece(NamedTuple):
+    """So many neighbouring channels of a run, from a column on: the lanes of a chunk, or of one of its halves."""
+
+    run: int
+    column: int
+    channels: int
 
 
 @dataclasses.dataclass(frozen=True)
 class RunsReader(Reader):
     """What keys and values in runs have in common.
 
-    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 16
+    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 8
     channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
     """
 
@@ -94,6 +105,20 @@ class RunsReader(Reader):
         return sum(layout.channels for layout in self.layouts)
 
     @property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Return what the chunks hold that are stored: first whole chunks of each run, then what is left of the runs, in twos."""
+        whole = [(Piece(i, at, WIDTH),) for i, p in enumerate(self.layouts) for at in range(0, p.channels - HALF, WIDTH)]
+        rest = [Piece(i, p.channels - HALF, HALF) for i, p in enumerate(self.layouts) if p.channels % WIDTH]
+        return (*whole, *(tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)))
+
+    @property
+    def _order(self) -> np.ndarray:
+        """Return which of the sorted channels each lane of the chunks has; those that are not stored come last."""
+        starts = np.cumsum([0, *(layout.channels for layout in self.layouts)])
+        pieces = [starts[p.run] + p.column + np.arange(p.channels) for of_chunk in self._pieces for p in of_chunk]
+        return np.concatenate([*pieces, np.arange(self.stored, self.channels)])
+
+    @property
     def _words(self) -> int:
         return sum(len(layout.sets) for layout in self.layouts)
 
@@ -102,16 +127,29 @@ class RunsReader(Reader):
         shifts = [[TOGETHER * part // unit * unit for part in range(self.parts)] for unit in (TOGETHER, 2 * TOGETHER)]
         return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN), jnp.asarray(shifts, jnp.int32)[None, None])
 
+    def _in_chunks(self, array: Array) -> Array:
+        """Return [..., H] of the sorted channels, or [..., stored], in the order of the lanes."""
+        order = self._order[: array.shape[-1]]
+        return array if (order == np.arange(len(order))).all() else array[..., order]
+
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
-        """Return the step of each stored channel."""
+        """Return the step of the lane of each stored channel."""
         steps = stored[self._words + 1]
-        return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
+        return self._in_chunks(jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts]))
 
     def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
-        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part."""
-        run = next(i for i, end in enumerate(itertools.accumulate(p.channels for p in self.layouts)) if WIDTH * chunk < end)
-        layout, before = self.layouts[run], self.layouts[:run]
-        column = WIDTH * chunk - sum(other.channels for other in before)
+        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part. Lanes without a channel repeat others."""
+        first, *second = (self._numbers_of(refs, piece, tile, axis, asm) for piece in self._pieces[chunk])
+        if not second:
+            return first
+        # Where dots take their numbers a register is all in one half: what is not chosen is not computed.
+        lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
+        choose = functools.partial(by_halves, lambda lane, a, b: jnp.where(lane < HALF, a, b), lane)
+        return [choose(*numbers) for numbers in zip(first, *second, strict=True)]
+
+    def _numbers_of(self, refs: Sequence[Any], piece: Piece, tile: Tile, axis: int, asm: bool) -> list[Half]:
+        """Read x of a piece; the channels of a half stand in both."""
+        layout, before = self.layouts[piece.run], self.layouts[: piece.run]
         refs, shifts = refs[sum(len(other.sets) for other in before) :], refs[self._words + 1]
         number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
         rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
@@ -120,8 +158,8 @@ class RunsReader(Reader):
         for ref, bits in zip(refs, layout.sets, strict=False):
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
             units = [first + k for k in range(min(bits, TOGETHER))]
-            places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + column) for u in units]
-            tiles.append([ref[row, pl.ds(at, WIDTH)] for row, at in places])
+            places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + piece.column) for u in units]
+            tiles.append([_words_at(ref, row, at, piece.channels) for row, at in places])
             by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
         words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
         found = []
@@ -165,7 +203,7 @@ class RunsKeys(RunsReader):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         place, scale, mean = stored[self._words + 2 :][:3]
-        order = jnp.argsort(place, axis=-1)
+        order = self._in_chunks(jnp.argsort(place, axis=-1))
         scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
         steps = jnp.pad(self._steps(stored), (0, self.channels - self.stored))
         row = jnp.arange(ROWS)
@@ -175,7 +213,8 @@ class RunsKeys(RunsReader):
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         place, attention = stored[self._words + 2], stored[-1]
-        ordered = jnp.take_along_axis(q * attention, jnp.argsort(place, axis=-1)[None, :, None], axis=-1)
+        order = self._in_chunks(jnp.argsort(place, axis=-1))
+        ordered = jnp.take_along_axis(q * attention, order[None, :, None], axis=-1)
         pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
         capacity = stored[self._words].shape[2]
@@ -191,9 +230,9 @@ class RunsKeys(RunsReader):
         return query_planes(ordered, count), query_planes(partners, count), *cuts
 
     def _angles(self, stored: Sequence[Array], positions: Int[Array, " n"]) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
-        """Return the cosines and sines of position * frequency, in the order of storage."""
+        """Return the cosines and sines of position * frequency, in the order of the lanes."""
         place, frequencies = stored[self._words + 2], stored[-2]
-        pair = jnp.argsort(place, axis=-1) % (self.channels // 2)
+        pair = self._in_chunks(jnp.argsort(place, axis=-1)) % (self.channels // 2)
         cos, sin = cos_and_sin(positions, frequencies)
         return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
 
@@ -222,7 +261,7 @@ class RunsKeys(RunsReader):
         turned = _turned_back((query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm)
         own = pl.ds(WIDTH * chunk, WIDTH)
         cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
-        numbers = self._numbers(refs, chunk, tile, 1, asm) if WIDTH * chunk < self.stored else []
+        numbers = self._numbers(refs, chunk, tile, 1, asm) if chunk < len(self._pieces) else []
         slot_turn = [table[0, chunk] for table in query[4:6]]
         found = []
         for slot in range(TOGETHER):
@@ -248,7 +287,7 @@ class RunsValues(RunsReader):
 
     @property
     def chunks(self) -> tuple[int, int]:
-        return self.stored // WIDTH, WIDTH
+        return len(self._pieces), WIDTH
 
     @property
     def weight_exponent(self) -> int:
@@ -261,7 +300,8 @@ class RunsValues(RunsReader):
     def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
         synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
         sums = part.o[..., : self.stored] * self._steps(stored)[None, None, None]
-        values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
+        rows = jnp.swapaxes(self._in_chunks(jnp.swapaxes(synthesis[:, : self.stored], 1, 2)), 1, 2)
+        values = jnp.einsum("bkgc,kce->bkge", sums, rows, precision=lax.Precision.HIGHEST)
         return part._replace(o=values + part.l * mean[None, :, None])
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -277,6 +317,13 @@ class RunsValues(RunsReader):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
                 sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
+
+
+def _words_at(ref: Any, rows: Int[Array, " 16"], column: Array, channels: int) -> Int16[Array, "16 16"]:
+    """Read the words of a chunk; of a half, twice beside each other: all that is read exists, and neighbours are loaded together."""
+    if channels == WIDTH:
+        return ref[rows, pl.ds(column, WIDTH)]
+    return ref[rows[:, None], column + lax.broadcasted_iota(jnp.int32, (1, WIDTH), 1) % HALF]
 
 
 def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:

@@ -27,7 +27,10 @@ BATCH, HEADS, GROUP, SINK, FACTOR = 3, 2, 4, 5, 1.25
 CASES = (  # head dim, widths of keys and of values in chunks of equal size, capacity
     "64 8531 7642 256",
     "64 2100 4400 288",
+    "64 54332110 65443300 256",  # on both sides halves of two runs in a chunk; keys end in a half that is not stored
+    "64 20000000 32111000 288",
     "128 63322110 55432100 608",
+    "128 5433222111100000 6543332222110000 256",
 )
 INTERPRETED = Launch(interpret=True)
 
