@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float16, Int, Int16
 
 from pallas_kernels.angles import cos_and_sin
@@ -37,8 +38,8 @@ from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.rotary import rotated
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, subtract_constant
-from pallas_kernels.tiles.halves import Half, by_halves, joined
+from pallas_kernels.tiles.arithmetic import exp2, half_add, half_multiply, multiply_add, subtract_constant
+from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import Bit, SingleWords, paired
@@ -62,6 +63,29 @@ class Piece(NamedTuple):
     run: int
     column: int
     channels: int
+
+
+class Words(NamedTuple):
+    """The words of a plane set of a piece, which stands in this half of its chunk."""
+
+    ref: Any
+    layout: PlaneLayout
+    piece: Piece
+    half: int
+
+    def words(self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None) -> Int16[Array, "16 16"]:
+        """Read the words of a unit of slots. others: what the lanes of the other half have; None for 0."""
+        slots = self.layout.slots
+        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+        rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
+        shared = SLOTS // slots  # slots that one of the layout is read as, RUN rows of a span each
+        rows, column = rows + RUN * lax.rem(unit, shared), lax.div(unit, shared) * self.layout.channels + self.piece.column
+        if self.piece.channels == WIDTH:
+            return self.ref[rows, pl.ds(column, WIDTH)]
+        lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
+        own = lane >= HALF if self.half else lane < HALF
+        place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]  # compilers see that eight are neighbours
+        return plt.load(place, mask=own, other=jnp.int16(0) if others is None else others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,36 +162,42 @@ class RunsReader(Reader):
         return self._in_chunks(jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts]))
 
     def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
-        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part. Lanes without a channel repeat others."""
-        first, *second = (self._numbers_of(refs, piece, tile, axis, asm) for piece in self._pieces[chunk])
-        if not second:
-            return first
-        # Where dots take their numbers a register is all in one half: what is not chosen is not computed.
-        lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
-        choose = functools.partial(by_halves, lambda lane, a, b: jnp.where(lane < HALF, a, b), lane)
-        return [choose(*numbers) for numbers in zip(first, *second, strict=True)]
-
-    def _numbers_of(self, refs: Sequence[Any], piece: Piece, tile: Tile, axis: int, asm: bool) -> list[Half]:
-        """Read x of a piece; the channels of a half stand in both."""
-        layout, before = self.layouts[piece.run], self.layouts[: piece.run]
-        refs, shifts = refs[sum(len(other.sets) for other in before) :], refs[self._words + 1]
-        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-        rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
-        shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
-        tiles, by = [], []
-        for ref, bits in zip(refs, layout.sets, strict=False):
+        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part. Lanes without a channel have code 0."""
+        pieces = self._pieces[chunk]
+        shifts, tiles, by = refs[self._words + 1], [], []
+        planes = self._planes(refs, pieces)
+        for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
             units = [first + k for k in range(min(bits, TOGETHER))]
-            places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + piece.column) for u in units]
-            tiles.append([_words_at(ref, row, at, piece.channels) for row, at in places])
+            tiles.append([functools.reduce(lambda words, half, u=u: half.words(tile, u, words), halves, None) for u in units])
             by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
         words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
         found = []
         for slot in range(TOGETHER):
-            fields = [(i, slot % bits, slot // bits * bits + j) for i, bits in enumerate(layout.sets) for j in range(bits)]
-            code, bias = words.number([Bit(*field) for field in fields], least=1)  # of at most 512, beside which fp16 holds halves
-            found.append(subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm))
+            # at least 1: of at most 512, beside which fp16 holds halves
+            fields = [(Bit(i, slot % n, slot // n * n + j), at + j) for i, (at, n) in enumerate(planes) for j in range(n)]
+            code, bias = words.number([bit for bit, _ in fields], least=1, places=[place for _, place in fields])
+            middles = [bias + 2 ** (self.layouts[piece.run].bits - 1) - 0.5 for piece in pieces]
+            if len(middles) == 1:
+                found.append(subtract_constant(code, middles[0], asm))
+            else:
+                first_half = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1) < HALF
+                found.append(half_add(code, jnp.where(first_half, *(jnp.float16(-middle) for middle in middles)), asm))
         return found
+
+    def _planes(self, refs: Sequence[Any], pieces: Sequence[Piece]) -> dict[tuple[int, int], list[Words]]:
+        """Return where the words of a chunk are, by the lowest bit that a plane set has of the codes, and its bits.
+
+        Two runs share what is alike: no bit of one half is where the other's are not.
+        """
+        found: dict[tuple[int, int], list[Words]] = {}
+        for half, piece in enumerate(pieces):
+            layout, at = self.layouts[piece.run], 0
+            before = sum(len(other.sets) for other in self.layouts[: piece.run])
+            for ref, bits in zip(refs[before:], layout.sets, strict=False):
+                found.setdefault((at, bits), []).append(Words(ref, layout, piece, half))
+                at += bits
+        return dict(sorted(found.items()))
 
     def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
         """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
@@ -317,13 +347,6 @@ class RunsValues(RunsReader):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
                 sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
-
-
-def _words_at(ref: Any, rows: Int[Array, " 16"], column: Array, channels: int) -> Int16[Array, "16 16"]:
-    """Read the words of a chunk; of a half, twice beside each other: all that is read exists, and neighbours are loaded together."""
-    if channels == WIDTH:
-        return ref[rows, pl.ds(column, WIDTH)]
-    return ref[rows[:, None], column + lax.broadcasted_iota(jnp.int32, (1, WIDTH), 1) % HALF]
 
 
 def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:
