@@ -16,13 +16,16 @@ The queries are turned back by the start of the part, and by 2 from each slot to
 A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if they had the 16 of the thinnest plane: a
 slot of n is 16 / n of them, which lie in neighbouring rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of
 every run, a fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
+
+A dot takes chunks of 16 channels. A run of an odd multiple of 8 ends in half a chunk, which it shares with the next such run, so the last
+chunks hold channels of two runs each. Their words are chosen where they are loaded: each thread loads those of its own run, and what both
+runs store alike is unpacked once for the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,32 +52,31 @@ ROWS = 16  # of a slot, the fewest that tensor cores take
 TILE = ROWS * SLOTS
 RUN = SPAN // SLOTS  # neighbouring tokens of a slot
 WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
+HALF = WIDTH // 2  # of a run at least: two of them share a chunk
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
-
-HALF = WIDTH // 2  # channels of the shortest run: two of them share a chunk
 
 Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
 
 
 class Piece(NamedTuple):
-    """So many neighbouring channels of a run, from a column on: the lanes of a chunk, or of one of its halves."""
+    """Neighbouring channels of a run, from a column on: all WIDTH lanes of a chunk, or HALF of them."""
 
     run: int
     column: int
     channels: int
 
 
-class Words(NamedTuple):
-    """The words of a plane set of a piece, which stands in this half of its chunk."""
+class PlaneWords(NamedTuple):
+    """The words of one plane set of a piece. half: the one of its chunk in which the piece is, if it is no whole one."""
 
     ref: Any
     layout: PlaneLayout
     piece: Piece
     half: int
 
-    def words(self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None) -> Int16[Array, "16 16"]:
-        """Read the words of a unit of slots. others: what the lanes of the other half have; None for 0."""
+    def read(self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None) -> Int16[Array, "16 16"]:
+        """Read the words of a unit of slots. others: those of the lanes that are not the piece's; None for 0."""
         slots = self.layout.slots
         number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
         rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
@@ -84,7 +86,8 @@ class Words(NamedTuple):
             return self.ref[rows, pl.ds(column, WIDTH)]
         lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
         own = lane >= HALF if self.half else lane < HALF
-        place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]  # compilers see that eight are neighbours
+        # Of a remainder, which stays inside the array, Triton knows that eight are neighbours, and loads them together.
+        place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]
         return plt.load(place, mask=own, other=jnp.int16(0) if others is None else others)
 
 
@@ -130,7 +133,7 @@ class RunsReader(Reader):
 
     @property
     def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Return what the chunks hold that are stored: first whole chunks of each run, then what is left of the runs, in twos."""
+        """Return what is in each stored chunk: first the whole ones of every run, then what is left of the runs, in twos."""
         whole = [(Piece(i, at, WIDTH),) for i, p in enumerate(self.layouts) for at in range(0, p.channels - HALF, WIDTH)]
         rest = [Piece(i, p.channels - HALF, HALF) for i, p in enumerate(self.layouts) if p.channels % WIDTH]
         return (*whole, *(tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)))
@@ -152,50 +155,46 @@ class RunsReader(Reader):
         return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN), jnp.asarray(shifts, jnp.int32)[None, None])
 
     def _in_chunks(self, array: Array) -> Array:
-        """Return [..., H] of the sorted channels, or [..., stored], in the order of the lanes."""
-        order = self._order[: array.shape[-1]]
-        return array if (order == np.arange(len(order))).all() else array[..., order]
+        """Put sorted channels, the last axis, into the order of the lanes."""
+        return _taken(array, self._order)
 
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
-        """Return the step of the lane of each stored channel."""
+        """Return the step of each stored channel."""
         steps = stored[self._words + 1]
-        return self._in_chunks(jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts]))
+        return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
 
     def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
         """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part. Lanes without a channel have code 0."""
         pieces = self._pieces[chunk]
-        shifts, tiles, by = refs[self._words + 1], [], []
-        planes = self._planes(refs, pieces)
+        planes, shifts = self._planes(refs, pieces), refs[self._words + 1]
+        tiles, by = [], []
         for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
             units = [first + k for k in range(min(bits, TOGETHER))]
-            tiles.append([functools.reduce(lambda words, half, u=u: half.words(tile, u, words), halves, None) for u in units])
+            tiles.append([functools.reduce(lambda others, half, u=u: half.read(tile, u, others), halves, None) for u in units])
             by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
         words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
+        middles = [2 ** (self.layouts[piece.run].bits - 1) - 0.5 for piece in pieces]
+        places = [lowest + j for lowest, bits in planes for j in range(bits)]
         found = []
         for slot in range(TOGETHER):
-            # at least 1: of at most 512, beside which fp16 holds halves
-            fields = [(Bit(i, slot % n, slot // n * n + j), at + j) for i, (at, n) in enumerate(planes) for j in range(n)]
-            code, bias = words.number([bit for bit, _ in fields], least=1, places=[place for _, place in fields])
-            middles = [bias + 2 ** (self.layouts[piece.run].bits - 1) - 0.5 for piece in pieces]
-            if len(middles) == 1:
-                found.append(subtract_constant(code, middles[0], asm))
-            else:
-                first_half = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1) < HALF
-                found.append(half_add(code, jnp.where(first_half, *(jnp.float16(-middle) for middle in middles)), asm))
+            fields = [Bit(i, slot % bits, slot // bits * bits + j) for i, (_, bits) in enumerate(planes) for j in range(bits)]
+            code, bias = words.number(fields, places, least=1)  # of at most 512, beside which fp16 holds halves
+            found.append(_subtracted(code, [bias + middle for middle in middles], asm))
         return found
 
-    def _planes(self, refs: Sequence[Any], pieces: Sequence[Piece]) -> dict[tuple[int, int], list[Words]]:
-        """Return where the words of a chunk are, by the lowest bit that a plane set has of the codes, and its bits.
+    def _planes(self, refs: Sequence[Any], pieces: Sequence[Piece]) -> dict[tuple[int, int], list[PlaneWords]]:
+        """Return the words of a chunk by what they hold of a code: its bits from which one on, and how many.
 
-        Two runs share what is alike: no bit of one half is where the other's are not.
+        The words of two runs are one tile where they hold the same of their codes. Others are tiles of their own, 0 in the lanes of the
+        run that has no such words.
         """
-        found: dict[tuple[int, int], list[Words]] = {}
+        found: dict[tuple[int, int], list[PlaneWords]] = {}
         for half, piece in enumerate(pieces):
             layout, at = self.layouts[piece.run], 0
             before = sum(len(other.sets) for other in self.layouts[: piece.run])
             for ref, bits in zip(refs[before:], layout.sets, strict=False):
-                found.setdefault((at, bits), []).append(Words(ref, layout, piece, half))
+                found.setdefault((at, bits), []).append(PlaneWords(ref, layout, piece, half))
                 at += bits
         return dict(sorted(found.items()))
 
@@ -235,7 +234,7 @@ class RunsKeys(RunsReader):
         place, scale, mean = stored[self._words + 2 :][:3]
         order = self._in_chunks(jnp.argsort(place, axis=-1))
         scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
-        steps = jnp.pad(self._steps(stored), (0, self.channels - self.stored))
+        steps = self._in_chunks(jnp.pad(self._steps(stored), (0, self.channels - self.stored)))
         row = jnp.arange(ROWS)
         cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
         tables = [amount[:, None] * table for amount in (scale * steps[None], mean) for table in (cos, sin)]
@@ -329,9 +328,8 @@ class RunsValues(RunsReader):
 
     def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
         synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
-        sums = part.o[..., : self.stored] * self._steps(stored)[None, None, None]
-        rows = jnp.swapaxes(self._in_chunks(jnp.swapaxes(synthesis[:, : self.stored], 1, 2)), 1, 2)
-        values = jnp.einsum("bkgc,kce->bkge", sums, rows, precision=lax.Precision.HIGHEST)
+        sums = _taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored]) * self._steps(stored)[None, None, None]
+        values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
         return part._replace(o=values + part.l * mean[None, :, None])
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
@@ -347,6 +345,20 @@ class RunsValues(RunsReader):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
                 sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
+
+
+def _taken(array: Array, places: np.ndarray) -> Array:
+    """Return what is at these places of the last axis; the array itself where all are in order."""
+    return array if (np.diff(places) == 1).all() else jnp.take(array, places, axis=-1, mode="clip")
+
+
+def _subtracted(numbers: Half, constants: Sequence[float], asm: bool) -> Half:
+    """Return the numbers of a chunk minus one constant, or one for each half."""
+    if len(constants) == 1:
+        return subtract_constant(numbers, constants[0], asm)
+    lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
+    first, second = (jnp.float16(-constant) for constant in constants)
+    return half_add(numbers, jnp.where(lane < HALF, first, second), asm)
 
 
 def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:

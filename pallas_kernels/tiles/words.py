@@ -71,11 +71,11 @@ class WordTiles(abc.ABC):
             runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
-    def number(self, bits: Sequence[Bit], least: int = 0, places: Sequence[int] | None = None) -> tuple[Half, int]:
-        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py.
+    def number(self, bits: Sequence[Bit], places: Sequence[int] | None = None, *, least: int = 0) -> tuple[Half, int]:
+        """Return (bias + code, bias) of the codes that `bits` spell, by the exponent trick of layout.py.
 
-        least: the lowest bit of the mantissa that a code may begin at, which bounds the bias. places: the bit of the code that each one is,
-        where they are not in order; two may be the same one where words of different tiles are 0 in each other's lanes.
+        places: which bit of the code each one is; None for 0, 1, ... Two may be the same where every lane has 0 in the words of one.
+        least: the lowest bit of the mantissa that a code may begin at, which bounds the bias.
         """
         places = range(len(bits)) if places is None else places
         # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
