@@ -209,7 +209,8 @@ def _nuq(bits: int, percent: int, channels: int, pre_rope: bool = True, **limits
 def _waterfill(bits: str, k_widths: str, v_widths: str, channels: int, arithmetic: Arithmetic = "asm", **limits: Any) -> Case:
     """Return waterfill's case, with the widths that `waterfill:bits=` has by itself."""
     k, v = _runs(k_widths, channels, keys=True), _runs(v_widths, channels, keys=False)
-    k_share, v_share = (sum(width != "0" for width in widths) / len(widths) for widths in (k_widths, v_widths))
+    stored = (channels * sum(width != "0" for width in widths) // len(widths) for widths in (k_widths, v_widths))
+    k_share, v_share = (16 * -(-of_side // 16) / channels for of_side in stored)  # dots take chunks of 16
     columns = 8 * (2 * k_share + 2 + v_share) / 2  # keys that are stored, and all means, meet the queries and their partners
     return _attention(f"waterfill, {bits} bits", k, v, channels, arithmetic=arithmetic, mma_columns=columns, **limits)
 
@@ -297,6 +298,8 @@ CASES: tuple[Case, ...] = (
     ),
     _waterfill("2.5", "54332210", "54332110", 128, **_slow(6.66, 2.59, 0.32)),
     _waterfill("4", "65544332", "65544322", 128, **_slow(8.0, 3.45, 0.43)),
+    _waterfill("2.5", "54332110", "54332110", 64, **_slow(9.33, 3.73, 0.23)),
+    _waterfill("4", "65544322", "65544322", 64, **_slow(10.64, 4.81, 0.32)),
     attention_case("dense, bf16", None, None, 128, **_limits(1.4, 0.5, 1.0)),
     # What runs where nothing else is chosen.
     _innerq(2, "sym", 128, arithmetic="jnp", **_slow(2.46, 0.91, 0.89, 186)),

@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 128, 256)
 POLAR_BITS = {64: (4, 6, 8), 128: (4, 6, 8), 256: (8,)}  # by head dim; others take a minute to compile, or spill (docs/kernels.md)
 SCALE_DTYPE = "float16"  # of what kernels compute with: bfloat16 has numbers that it does not hold, and float32 more digits
 RUN_HEAD_DIMS = (64, 128)  # at 256 a step spills, and compiles for minutes (docs/kernels.md)
-RUN_CHANNELS = 16  # the fewest that tensor cores sum over
+RUN_CHANNELS = 8  # two runs share the 16 that tensor cores sum over
 TOKEN_GROUPS = (32, 64, 128)  # powers of two, like all sizes in a kernel, from a span to the longest step
 
 

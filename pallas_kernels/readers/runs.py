@@ -16,27 +16,32 @@ The queries are turned back by the start of the part, and by 2 from each slot to
 A run of b bits has a number n of tokens in a row of words that depends on b. All are read as if they had the 16 of the thinnest plane: a
 slot of n is 16 / n of them, which lie in neighbouring rows. A tile is 256 tokens, 16 rows of each slot; a step takes the same four slots of
 every run, a fourth of the tile, and reads words that hold more of them again, from the first level of the cache.
+
+A dot takes chunks of 16 channels. A run of an odd multiple of 8 ends in half a chunk, which it shares with the next such run, so the last
+chunks hold channels of two runs each. Their words are chosen where they are loaded: each thread loads those of its own run, and what both
+runs store alike is unpacked once for the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float16, Int
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float16, Int, Int16
 
 from pallas_kernels.angles import cos_and_sin
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.rotary import rotated
 from pallas_kernels.readers.shared import dot, query_planes
-from pallas_kernels.tiles.arithmetic import exp2, half_multiply, multiply_add, subtract_constant
+from pallas_kernels.tiles.arithmetic import exp2, half_add, half_multiply, multiply_add, subtract_constant
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 from pallas_kernels.tiles.tile import Tile
@@ -47,17 +52,50 @@ ROWS = 16  # of a slot, the fewest that tensor cores take
 TILE = ROWS * SLOTS
 RUN = SPAN // SLOTS  # neighbouring tokens of a slot
 WIDTH = 16  # channels of a chunk, the fewest that tensor cores sum over
+HALF = WIDTH // 2  # of a run at least: two of them share a chunk
 PER_OCTAVE = 8  # steps of the tokens' factors in a factor of 2
 TOGETHER = 4  # slots of a step: with all 16, compilers take minutes (docs/kernels.md)
 
 Queries = tuple[Float16[Array, "GP W"], Float16[Array, "GP W"]]  # and their partners
 
 
+class Piece(NamedTuple):
+    """Neighbouring channels of a run, from a column on: all WIDTH lanes of a chunk, or HALF of them."""
+
+    run: int
+    column: int
+    channels: int
+
+
+class PlaneWords(NamedTuple):
+    """The words of one plane set of a piece. half: the one of its chunk in which the piece is, if it is no whole one."""
+
+    ref: Any
+    layout: PlaneLayout
+    piece: Piece
+    half: int
+
+    def read(self, tile: Tile, unit: Int[Array, ""], others: Int16[Array, "16 16"] | None) -> Int16[Array, "16 16"]:
+        """Read the words of a unit of slots. others: those of the lanes that are not the piece's; None for 0."""
+        slots = self.layout.slots
+        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
+        rows = tile.offset(slots) + number // RUN * (SPAN // slots) + number % RUN
+        shared = SLOTS // slots  # slots that one of the layout is read as, RUN rows of a span each
+        rows, column = rows + RUN * lax.rem(unit, shared), lax.div(unit, shared) * self.layout.channels + self.piece.column
+        if self.piece.channels == WIDTH:
+            return self.ref[rows, pl.ds(column, WIDTH)]
+        lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
+        own = lane >= HALF if self.half else lane < HALF
+        # Of a remainder, which stays inside the array, Triton knows that eight are neighbours, and loads them together.
+        place = self.ref.at[rows[:, None], column + lax.rem(lane, jnp.int32(HALF))]
+        return plt.load(place, mask=own, other=jnp.int16(0) if others is None else others)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunsReader(Reader):
     """What keys and values in runs have in common.
 
-    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 16
+    Stored arrays: the words of the plane sets of each run [B, K, S / n, words], the widest run first, each one plane of a multiple of 8
     channels; the scale of the tokens [B, K, S], int8; the steps of widths 1, 2, ... [8], fp32; then those of the side. S >= 256.
     """
 
@@ -94,6 +132,20 @@ class RunsReader(Reader):
         return sum(layout.channels for layout in self.layouts)
 
     @property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Return what is in each stored chunk: first the whole ones of every run, then what is left of the runs, in twos."""
+        whole = [(Piece(i, at, WIDTH),) for i, p in enumerate(self.layouts) for at in range(0, p.channels - HALF, WIDTH)]
+        rest = [Piece(i, p.channels - HALF, HALF) for i, p in enumerate(self.layouts) if p.channels % WIDTH]
+        return (*whole, *(tuple(rest[i : i + 2]) for i in range(0, len(rest), 2)))
+
+    @property
+    def _order(self) -> np.ndarray:
+        """Return which of the sorted channels each lane of the chunks has; those that are not stored come last."""
+        starts = np.cumsum([0, *(layout.channels for layout in self.layouts)])
+        pieces = [starts[p.run] + p.column + np.arange(p.channels) for of_chunk in self._pieces for p in of_chunk]
+        return np.concatenate([*pieces, np.arange(self.stored, self.channels)])
+
+    @property
     def _words(self) -> int:
         return sum(len(layout.sets) for layout in self.layouts)
 
@@ -102,34 +154,49 @@ class RunsReader(Reader):
         shifts = [[TOGETHER * part // unit * unit for part in range(self.parts)] for unit in (TOGETHER, 2 * TOGETHER)]
         return (*words, scale.reshape(*scale.shape[:2], scale.shape[2] // SPAN, SLOTS, RUN), jnp.asarray(shifts, jnp.int32)[None, None])
 
+    def _in_chunks(self, array: Array) -> Array:
+        """Put sorted channels, the last axis, into the order of the lanes."""
+        return _taken(array, self._order)
+
     def _steps(self, stored: Sequence[Array]) -> Float[Array, " stored"]:
         """Return the step of each stored channel."""
         steps = stored[self._words + 1]
         return jnp.concatenate([jnp.broadcast_to(steps[layout.bits - 1], layout.channels) for layout in self.layouts])
 
     def _numbers(self, refs: Sequence[Any], chunk: int, tile: Tile, axis: int, asm: bool) -> list[Half]:
-        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part."""
-        run = next(i for i, end in enumerate(itertools.accumulate(p.channels for p in self.layouts)) if WIDTH * chunk < end)
-        layout, before = self.layouts[run], self.layouts[:run]
-        column = WIDTH * chunk - sum(other.channels for other in before)
-        refs, shifts = refs[sum(len(other.sets) for other in before) :], refs[self._words + 1]
-        number = lax.broadcasted_iota(jnp.int32, (ROWS,), 0)
-        rows = tile.offset(layout.slots) + number // RUN * (SPAN // layout.slots) + number % RUN
-        shared = SLOTS // layout.slots  # slots that one of the layout is read as, RUN rows of a span each
+        """Read x of a chunk of stored channels, exactly, for the tokens of each slot of the part. Lanes without a channel have code 0."""
+        pieces = self._pieces[chunk]
+        planes, shifts = self._planes(refs, pieces), refs[self._words + 1]
         tiles, by = [], []
-        for ref, bits in zip(refs, layout.sets, strict=False):
+        for (_, bits), halves in planes.items():
             first = jnp.int32(0) if bits <= TOGETHER else lax.rem(TOGETHER * tile.part, bits)
             units = [first + k for k in range(min(bits, TOGETHER))]
-            places = [(rows + RUN * lax.rem(u, shared), lax.div(u, shared) * layout.channels + column) for u in units]
-            tiles.append([ref[row, pl.ds(at, WIDTH)] for row, at in places])
+            tiles.append([functools.reduce(lambda others, half, u=u: half.read(tile, u, others), halves, None) for u in units])
             by.append(shifts[int(bits > TOGETHER), pl.ds(tile.part, 1)][:, None])
         words = (SingleWords(tiles) if asm else paired(tiles, axis, tile.start)).shifted(by)
+        middles = [2 ** (self.layouts[piece.run].bits - 1) - 0.5 for piece in pieces]
+        places = [lowest + j for lowest, bits in planes for j in range(bits)]
         found = []
         for slot in range(TOGETHER):
-            fields = [(i, slot % bits, slot // bits * bits + j) for i, bits in enumerate(layout.sets) for j in range(bits)]
-            code, bias = words.number([Bit(*field) for field in fields], least=1)  # of at most 512, beside which fp16 holds halves
-            found.append(subtract_constant(code, bias + 2 ** (layout.bits - 1) - 0.5, asm))
+            fields = [Bit(i, slot % bits, slot // bits * bits + j) for i, (_, bits) in enumerate(planes) for j in range(bits)]
+            code, bias = words.number(fields, places, least=1)  # of at most 512, beside which fp16 holds halves
+            found.append(_subtracted(code, [bias + middle for middle in middles], asm))
         return found
+
+    def _planes(self, refs: Sequence[Any], pieces: Sequence[Piece]) -> dict[tuple[int, int], list[PlaneWords]]:
+        """Return the words of a chunk by what they hold of a code: its bits from which one on, and how many.
+
+        The words of two runs are one tile where they hold the same of their codes. Others are tiles of their own, 0 in the lanes of the
+        run that has no such words.
+        """
+        found: dict[tuple[int, int], list[PlaneWords]] = {}
+        for half, piece in enumerate(pieces):
+            layout, at = self.layouts[piece.run], 0
+            before = sum(len(other.sets) for other in self.layouts[: piece.run])
+            for ref, bits in zip(refs[before:], layout.sets, strict=False):
+                found.setdefault((at, bits), []).append(PlaneWords(ref, layout, piece, half))
+                at += bits
+        return dict(sorted(found.items()))
 
     def _factor(self, refs: Sequence[Any], slot: int, tile: Tile, asm: bool) -> Float[Array, "16 1"]:
         """Return g of the tokens of a slot: finite, whatever unused capacity holds."""
@@ -165,9 +232,9 @@ class RunsKeys(RunsReader):
 
     def arrays(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         place, scale, mean = stored[self._words + 2 :][:3]
-        order = jnp.argsort(place, axis=-1)
+        order = self._in_chunks(jnp.argsort(place, axis=-1))
         scale, mean = (jnp.take_along_axis(a, order, axis=-1) for a in (scale, mean))
-        steps = jnp.pad(self._steps(stored), (0, self.channels - self.stored))
+        steps = self._in_chunks(jnp.pad(self._steps(stored), (0, self.channels - self.stored)))
         row = jnp.arange(ROWS)
         cos, sin = self._angles(stored, row // RUN * SPAN + row % RUN)
         tables = [amount[:, None] * table for amount in (scale * steps[None], mean) for table in (cos, sin)]
@@ -175,7 +242,8 @@ class RunsKeys(RunsReader):
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         place, attention = stored[self._words + 2], stored[-1]
-        ordered = jnp.take_along_axis(q * attention, jnp.argsort(place, axis=-1)[None, :, None], axis=-1)
+        order = self._in_chunks(jnp.argsort(place, axis=-1))
+        ordered = jnp.take_along_axis(q * attention, order[None, :, None], axis=-1)
         pairs = ordered.reshape(*q.shape[:3], self.channels // 2, 2)
         partners = jnp.stack([pairs[..., 1], -pairs[..., 0]], axis=-1).reshape(q.shape)
         capacity = stored[self._words].shape[2]
@@ -191,9 +259,9 @@ class RunsKeys(RunsReader):
         return query_planes(ordered, count), query_planes(partners, count), *cuts
 
     def _angles(self, stored: Sequence[Array], positions: Int[Array, " n"]) -> tuple[Float[Array, "K n H"], Float[Array, "K n H"]]:
-        """Return the cosines and sines of position * frequency, in the order of storage."""
+        """Return the cosines and sines of position * frequency, in the order of the lanes."""
         place, frequencies = stored[self._words + 2], stored[-2]
-        pair = jnp.argsort(place, axis=-1) % (self.channels // 2)
+        pair = self._in_chunks(jnp.argsort(place, axis=-1)) % (self.channels // 2)
         cos, sin = cos_and_sin(positions, frequencies)
         return jnp.moveaxis(cos[:, pair], 0, 1), jnp.moveaxis(sin[:, pair], 0, 1)
 
@@ -222,7 +290,7 @@ class RunsKeys(RunsReader):
         turned = _turned_back((query[0][chunk], query[1][chunk]), [table[start, chunk] for table in query[2:4]], asm)
         own = pl.ds(WIDTH * chunk, WIDTH)
         cos, sin, mean_cos, mean_sin = (table[:, own] for table in refs[self._words + 2 :])
-        numbers = self._numbers(refs, chunk, tile, 1, asm) if WIDTH * chunk < self.stored else []
+        numbers = self._numbers(refs, chunk, tile, 1, asm) if chunk < len(self._pieces) else []
         slot_turn = [table[0, chunk] for table in query[4:6]]
         found = []
         for slot in range(TOGETHER):
@@ -248,7 +316,7 @@ class RunsValues(RunsReader):
 
     @property
     def chunks(self) -> tuple[int, int]:
-        return self.stored // WIDTH, WIDTH
+        return len(self._pieces), WIDTH
 
     @property
     def weight_exponent(self) -> int:
@@ -260,7 +328,7 @@ class RunsValues(RunsReader):
 
     def values_of(self, part: PartialAttention, stored: Sequence[Array], first: int = 0) -> PartialAttention:
         synthesis, mean = (array[first : first + part.o.shape[1]] for array in stored[self._words + 2 :])
-        sums = part.o[..., : self.stored] * self._steps(stored)[None, None, None]
+        sums = _taken(part.o[..., : self.stored], np.argsort(self._order)[: self.stored]) * self._steps(stored)[None, None, None]
         values = jnp.einsum("bkgc,kce->bkge", sums, synthesis[:, : self.stored], precision=lax.Precision.HIGHEST)
         return part._replace(o=values + part.l * mean[None, :, None])
 
@@ -277,6 +345,20 @@ class RunsValues(RunsReader):
             for numbers, half in zip(self._numbers(refs, chunk, tile, 0, asm), halves, strict=True):
                 sums[chunk] = sums[chunk] + dot(joined(numbers), half, (0, 0))
         return sums
+
+
+def _taken(array: Array, places: np.ndarray) -> Array:
+    """Return what is at these places of the last axis; the array itself where all are in order."""
+    return array if (np.diff(places) == 1).all() else jnp.take(array, places, axis=-1, mode="clip")
+
+
+def _subtracted(numbers: Half, constants: Sequence[float], asm: bool) -> Half:
+    """Return the numbers of a chunk minus one constant, or one for each half."""
+    if len(constants) == 1:
+        return subtract_constant(numbers, constants[0], asm)
+    lane = lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
+    first, second = (jnp.float16(-constant) for constant in constants)
+    return half_add(numbers, jnp.where(lane < HALF, first, second), asm)
 
 
 def _turned_back(queries: Queries, angles: Sequence[Float16[Array, " W"]], asm: bool) -> Queries:

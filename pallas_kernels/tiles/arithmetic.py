@@ -36,6 +36,11 @@ def subtract_constant(h: Half, constant: int | float, asm: bool) -> Half:
     return by_halves(lambda h: h - np.float16(constant), h)
 
 
+def half_add(a: Half, b: Array, asm: bool) -> Half:
+    """Return a + b in fp16."""
+    return half2("add.rn.f16x2 $0, $1, $2;", a, b) if asm else by_halves(lambda a, b: a + b, a, b)
+
+
 def half_multiply(a: Half, b: Array, asm: bool) -> Half:
     """Return a * b in fp16."""
     return half2("mul.rn.f16x2 $0, $1, $2;", a, b) if asm else by_halves(lambda a, b: a * b, a, b)

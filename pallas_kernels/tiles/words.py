@@ -71,16 +71,18 @@ class WordTiles(abc.ABC):
             runs.append(Run(1, field.high_tile, field.high_shift, field.high_mask))
         return self.gathered(runs, field.exponent)
 
-    def number(self, bits: Sequence[Bit], least: int = 0) -> tuple[Half, int]:
-        """Return (bias + code, bias) of the codes that `bits` spell, lowest first, by the exponent trick of layout.py.
+    def number(self, bits: Sequence[Bit], places: Sequence[int] | None = None, *, least: int = 0) -> tuple[Half, int]:
+        """Return (bias + code, bias) of the codes that `bits` spell, by the exponent trick of layout.py.
 
+        places: which bit of the code each one is; None for 0, 1, ... Two may be the same where every lane has 0 in the words of one.
         least: the lowest bit of the mantissa that a code may begin at, which bounds the bias.
         """
+        places = range(len(bits)) if places is None else places
         # no shift, or one that many fields share, where the ten bits of the mantissa then hold the code
         first = bits[0].position
-        at = next(place for place in (first, first - 8, least) if least <= place <= 10 - len(bits))
+        at = next(place for place in (first, first - 8, least) if least <= place < 10 - max(places))
         runs: list[Run] = []
-        for i, bit in enumerate(bits):
+        for bit, i in zip(bits, places, strict=True):
             shift, mask = bit.position - (at + i), 1 << (at + i)
             if runs and runs[-1][:3] == (bit.set, bit.tile, shift):
                 runs[-1] = runs[-1]._replace(mask=runs[-1].mask | mask)

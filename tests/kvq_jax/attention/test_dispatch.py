@@ -42,11 +42,11 @@ SPECS = (
     "polarquant",
     "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4",
     "k=nf2:group_size=32,pre_rope=true+v=int3",
-    "waterfill:k_widths=66332200,v_widths=44331111",
+    "waterfill:k_widths=65332210,v_widths=44331111",
 )
 # one of each reader, pair of methods and place of RoPE; tests/pallas_kernels reads the other formats
 USUAL = ("dense:block=32", "innerq:bits=2", "k=innerq:bits=4+v=kivi:bits=8", "kivi:bits=4,pre_rope=true", "kvquant:bits=4,outliers=0.04")
-USUAL += ("nf4", "polarquant", "waterfill:k_widths=66332200,v_widths=44331111")
+USUAL += ("nf4", "polarquant", "waterfill:k_widths=65332210,v_widths=44331111")
 INTERPRETED = Launch(interpret=True)
 
 prefill = jax.jit(prefill_layer, static_argnums=0, static_argnames="implementation", compiler_options=QUICK_COMPILE)
@@ -132,7 +132,7 @@ def test_a_kernel_quantizes_prompts_as_xla_does(spec):
         ("polarquant:radius_bits=3", "k: 7 bits for a pair at head_dim 64; kernels serve 4, 6, 8"),
         ("polarquant:grid=global", "k: one step of the radii for a whole sequence"),
         ("kivi:recent=400", "fewer than one tile of 32"),
-        ("waterfill:k_widths=43332220,v_widths=33222211", "k: a run of 8 channels of 4 bits; kernels read runs of a multiple of 16"),
+        ("waterfill:k_widths=4333222222111100", "k: a run of 4 channels of 4 bits; kernels read runs of a multiple of 8"),
         ("waterfill:k_widths=4320,v_widths=3222,block=16", "k: blocks that are not a multiple of 32 tokens"),
         ("waterfill:k_widths=4320,v_widths=3222,recent=192", "the body holds 192 tokens, fewer than one tile of 256"),
         ("k=waterfill:k_widths=4320+v=int4", "runs of channels of several widths on one side alone"),
