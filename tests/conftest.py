@@ -19,6 +19,8 @@ pytest_plugins = ["tests.fixtures", "tests.type_checker", "tests.worker_resource
 if shutil.which("nvidia-smi") is None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}".strip()
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # commands that tests start write into pipes as users' do
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

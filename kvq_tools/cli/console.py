@@ -63,7 +63,8 @@ def print_json(kind: str, result: dict[str, Any]) -> None:
     """Print a result as one JSON object that names its format; docs/json.md describes each."""
     named = {"format": f"kvq.{kind}", "version": JSON_VERSION}
     text = json.dumps(named | result, indent=2, ensure_ascii=False, allow_nan=False)
-    print(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # json escapes those below 32 itself
+    text = _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # json escapes those below 32 itself
+    print(text, flush=True)  # who starts `kvq serve` waits for it at the other end of a pipe
 
 
 def format_bytes(size: int) -> str:

@@ -30,7 +30,7 @@ def terminal_width() -> int | None:
 def print_line(text: str) -> None:
     """Print a long line, in a terminal broken as the cells of tables are."""
     width = terminal_width()
-    print(text if width is None else _broken(text, width))
+    print(text if width is None else _broken(text, width), flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[str] = ()) -> None:
