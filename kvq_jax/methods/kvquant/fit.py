@@ -15,14 +15,15 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Bool, Float
 
+from kvq_jax.codecs.fitting import Rows, check_rows
 from kvq_jax.methods.kvquant.kmeans import nearest, weighted_levels
 
 Wide = Float[np.ndarray, "tokens width"]
 
 
 def parameters(
-    rows: Float[np.ndarray, "tokens K H"],
-    gradients: Float[np.ndarray, "tokens K H"],
+    rows: Rows,
+    gradients: Rows,
     *,
     levels: int | None,
     per_channel: bool,
@@ -39,11 +40,7 @@ def parameters(
     Raises ValueError where rows or gradients are not finite, where there are fewer than two tokens, or where all gradients are 0.
     """
     tokens, heads, head_dim = rows.shape
-    if tokens < 2:
-        raise ValueError(f"{tokens} tokens are too few to calibrate with")
-    for name, array in (("activations", rows), ("gradients", gradients)):
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name} are not finite ({np.count_nonzero(~np.isfinite(array))} of {array.size})")
+    check_rows(rows, gradients)
     x, grad = (array.reshape(tokens, -1).astype(np.float32) for array in (rows, gradients))
     lower, upper = _thresholds(x, per_channel, per_matrix, outliers, per_side)
     kept = (x >= lower) & (x <= upper)

@@ -77,15 +77,8 @@ def layer_widths(
     """
     own = [[tuple(map(int, allocate(side, budget))) for side, budget in zip(sides, budgets, strict=True)] for sides in chunks]
     candidates = list(dict.fromkeys(map(tuple, own)))
-    least = [
-        [expected_error(side, widths) for side, widths in zip(sides, best, strict=True)] for sides, best in zip(chunks, own, strict=True)
-    ]
-    excess = np.array(
-        [
-            [sum(expected_error(side, w) / e for side, w, e in zip(sides, one, errors, strict=True)) for one in candidates]
-            for sides, errors in zip(chunks, least, strict=True)
-        ]
-    )
+    errors = np.array([[list(map(expected_error, sides, one)) for one in candidates] for sides in chunks])  # layers, candidates, sides
+    excess = (errors / errors.min(axis=1, keepdims=True)).sum(axis=-1)
     chosen: list[int] = []
     while len(chosen) < min(profiles, len(candidates)):
         so_far = excess[:, chosen].min(axis=1, initial=np.inf)

@@ -17,6 +17,7 @@ from kvq_jax.arrays.stored import BodySpec, word_specs
 from kvq_jax.codecs import kernel_readers, native_bodies
 from kvq_jax.codecs.base import Codec, rotate_keys, side_rows
 from kvq_jax.codecs.dots import weigh_rows
+from kvq_jax.codecs.fitting import Rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.waterfill import fit
@@ -134,17 +135,10 @@ class KeyCodec(WaterfillCodec):
 
     def parameters(self, heads: int) -> dict[str, ArraySpec]:
         rows = Axis("kv_heads", heads), Axis("channels", self.head_dim)
-        pairs = ArraySpec((rows[0], Axis("pairs", self.head_dim // 2)), "float32")
-        return {
-            "mean": ArraySpec(rows, "float32"),
-            "scale": ArraySpec(rows, "float32"),
-            "place": ArraySpec(rows, "int32"),
-            "energies": pairs,
-        }
+        flat, pairs = ArraySpec(rows, "float32"), ArraySpec((rows[0], Axis("pairs", self.head_dim // 2)), "float32")
+        return {"mean": flat, "scale": flat, "place": ArraySpec(rows, "int32"), "energies": pairs}
 
-    def calibrate(
-        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
-    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+    def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
         return fit.keys(rows, gradients)
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:
@@ -184,9 +178,7 @@ class ValueCodec(WaterfillCodec):
         flat = ArraySpec(rows, "float32")
         return {"mean": flat, "analysis": matrix, "synthesis": matrix, "energies": flat}
 
-    def calibrate(
-        self, rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]
-    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+    def calibrate(self, rows: Rows, gradients: Rows) -> dict[str, Shaped[np.ndarray, "..."]]:
         return fit.values(rows, gradients)
 
     def rows(self, params: Tree, inputs: LayerInputs) -> CachedRows:

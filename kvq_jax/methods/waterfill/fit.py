@@ -17,22 +17,20 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
+from kvq_jax.codecs.fitting import Rows, check_rows
+
 RIDGE = 1e-3  # of M's mean eigenvalue: directions without a gradient in the text keep some weight
 FLOOR = 1e-8  # of the largest energy: a direction that is constant in the text is none to divide by
 
 
-def check(rows: np.ndarray, gradients: np.ndarray) -> None:
+def check(rows: Rows, gradients: Rows) -> None:
     """Raise ValueError, in one line, where rows do not determine the parameters."""
-    if len(rows) < 2:
-        raise ValueError(f"{len(rows)} tokens are too few to calibrate with")
-    for name, array in (("activations", rows), ("gradients", gradients)):
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name} are not finite ({np.count_nonzero(~np.isfinite(array))} of {array.size})")
+    check_rows(rows, gradients)
     if not gradients.any():
         raise ValueError("all gradients are 0: no channel can be weighted")
 
 
-def keys(rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]) -> dict[str, np.ndarray]:
+def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
     """Return mean and scale [K, H] in the model's order, place [K, H] (where a channel stands in the order of energies, the two of a pair
     side by side), and the pairs' energies [K, H/2], sorted."""
     check(rows, gradients)
@@ -50,7 +48,7 @@ def keys(rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "to
     }
 
 
-def values(rows: Float[np.ndarray, "tokens K H"], gradients: Float[np.ndarray, "tokens K H"]) -> dict[str, np.ndarray]:
+def values(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
     """Return mean [K, H], analysis and synthesis [K, H, H] (rows are multiplied from the left), and the sorted energies [K, H]."""
     check(rows, gradients)
     mean = rows.mean(axis=0, dtype=np.float64)
