@@ -36,7 +36,7 @@ MOST_REGISTERS = 255  # of a thread, and eight warps on a multiprocessor, for wh
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel and its limits, which hold on every target.
+    """A kernel and its limits, which hold on every target but for those of A100_LIMITS.
 
     build: makes the function to compile and its arguments, trees of jax.ShapeDtypeStruct. kernel: a regular expression for the whole name
     of the kernel in it. elements_per_iteration: cached elements that a block reads in one iteration of the main loop, K and V together.
@@ -66,6 +66,11 @@ class Case:
 
     def failures(self, report: KernelReport) -> list[str]:
         """Return the limits that a report breaks, in words."""
+        if report.target == "a100" and self.name in A100_LIMITS:
+            return dataclasses.replace(self, **A100_LIMITS[self.name])._failures(report)
+        return self._failures(report)
+
+    def _failures(self, report: KernelReport) -> list[str]:
         instructions, alu, columns = report.instructions_per_element, report.alu_per_element, report.mma_columns
         checks = (
             (f"{instructions:.2f} instructions per element, at most {self.cap_instructions}", instructions > self.cap_instructions),
@@ -85,6 +90,30 @@ class Case:
 
 BATCH, KV_HEADS, GROUP, TOKENS = 16, 8, 4, 16384  # Llama 3.1 8B
 Limits = dict[str, Any]  # of a case: its fields from cap_instructions on
+# What an A100 has of its own, 8 % above its counts. Its memory is half as fast, so that twice the instructions fit, and where ptxas makes
+# another schedule for it than for an H200 little is lost: all of these but tables, and KIVI before RoPE in array operations, are at the
+# limit of memory (docs/kernels.md).
+A100_LIMITS: dict[str, Limits] = {
+    "innerq, 2-bit sym, H 128, 16 query heads, asm": {"cap_spill_bytes": 126},
+    "innerq, 2-bit asym, H 128, asm": {"cap_spill_bytes": 139},
+    "innerq, 3-bit hybrid, H 64, asm": {"cap_alu": 1.71},
+    "innerq, 8-bit asym, H 64, asm": {"cap_alu": 1.31},
+    "innerq, 8-bit asym, H 128, asm": {"cap_alu": 1.4},
+    "innerq, 8-bit sym, H 128, asm": {"cap_alu": 1.35},
+    "innerq, 8-bit hybrid, H 128, asm": {"cap_alu": 1.4},
+    "kivi, 2-bit, H 128, asm": {"loop_spills_allowed": True, "cap_spill_bytes": 3418},
+    "kivi, 2-bit, H 64, asm": {"loop_spills_allowed": True, "cap_spill_bytes": 385},
+    "nuq4, after RoPE, H 128, asm": {"cap_spill_bytes": 350},
+    "nuq3, before RoPE, H 128, asm": {"cap_spill_bytes": 1582},
+    "nuq3-1%, before RoPE, H 128, asm": {"cap_spill_bytes": 562},
+    "nf4, groups of 64, H 128, asm": {"cap_spill_bytes": 666},
+    "innerq, 4-bit sym, H 128, jnp": {"cap_spill_bytes": 726},
+    "kivi, 2-bit, H 128, jnp": {"cap_instructions": 3.87, "cap_alu": 1.37},
+    "kivi, 4-bit, before RoPE, H 128, jnp": {"cap_spill_bytes": 100},
+    "q K^T, innerq 2-bit asym, H 128, asm": {"cap_alu": 0.95, "loop_spills_allowed": True},
+    "polar 4+2, groups of 64, exact values, H 128, asm": {"cap_spill_bytes": 83},
+    "kivi, 2-bit, groups of 128 tokens, H 128, asm": {"loop_spills_allowed": True, "cap_spill_bytes": 2096},
+}
 Stored = tuple[Reader, list[jax.ShapeDtypeStruct], float]  # reader, stored arrays, stored bits of one element
 
 
