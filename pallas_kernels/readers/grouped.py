@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
 from pallas_kernels.readers.base import Reader, Rows, Step
-from pallas_kernels.readers.shared import add_up, by_slots, channel_scale, dot, for_tokens, query_planes, token_scale
+from pallas_kernels.readers.shared import add_up, by_slots, channel_scale, dot, dot_reordered, for_tokens, query_planes, token_scale
 from pallas_kernels.tiles.arithmetic import multiply_add, subtract_scale, subtract_scale_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import PlaneLayout
@@ -108,8 +108,11 @@ class GroupedReader(Reader):
                 scores.append(self._partial_scores(words, q, query[1:], slot, scale, zero, tile, asm))
             else:
                 values = (joined(self._values(words, scale, zero, slot, c, tile, asm)) for c in range(self.layout.chunks))
-                # all dots before their sum: the other way round ptxas takes fewer registers, and more instructions
-                scores.append(add_up([dot(value, q[c], (1, 1)) for c, value in enumerate(values)]))
+                multiply = dot if asm else dot_reordered
+                products = (multiply(value, q[c], (1, 1)) for c, value in enumerate(values))
+                # All dots before their sum: the other way round ptxas takes fewer registers, and more instructions. Array operations hold
+                # more at a time than assembly and would spill in the loop.
+                scores.append(add_up(list(products) if asm else products))
         return scores
 
     def _partial_scores(
@@ -131,11 +134,12 @@ class GroupedReader(Reader):
 
     def weigh(self, weights: Rows, refs: Sequence[Any], tile: Tile, sums: list[Array], asm: bool) -> list[Array]:
         words, scale, zero = self._open(refs, tile, 0, asm)
+        multiply = dot if asm or self.axis == "tokens" else dot_reordered
         for slot, w in enumerate(weights):
             half = w.astype(jnp.float16)
             for c in range(self.layout.chunks):
                 values = self._values(words, scale, zero, slot, c, tile, asm)
-                sums[c] = sums[c] + dot(joined(values), half, (0, 0))
+                sums[c] = sums[c] + multiply(joined(values), half, (0, 0))
         return sums
 
     def rows(self, refs: Sequence[Any], tile: Tile, asm: bool) -> Callable[[int, int], Half]:

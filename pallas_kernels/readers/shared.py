@@ -86,3 +86,19 @@ def dot(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
     """Return the tensor-core product over the axes `contracted` of a and b, fp32."""
     axes = (contracted[0],), (contracted[1],)
     return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
+
+
+def dot_reordered(a: Array, b: Array, contracted: tuple[int, int]) -> Float[Array, "m n"]:
+    """Return the product that `dot` does, with the contracted axes of both in another order: for array operations on scaled codes.
+
+    In each 16, runs of 4 change places: 0, 2, 1, 3. In the usual order some versions of Triton load scales as matrices for tensor cores,
+    and what LLVM makes of these keeps ptxas from computing on pairs (docs/decisions.md). Data does not move: each lane reads other places.
+    """
+    return dot(_reordered(a, contracted[0]), _reordered(b, contracted[1]), contracted)
+
+
+def _reordered(x: Array, axis: int) -> Array:
+    """Exchange the second and the third run of 4 in each 16 along an axis of a matrix."""
+    rows, columns = x.shape
+    runs = x.reshape(rows // 16, 2, 2, 4, columns) if axis == 0 else x.reshape(rows, columns // 16, 2, 2, 4)
+    return runs.swapaxes(axis + 1, axis + 2).reshape(rows, columns)
