@@ -17,6 +17,7 @@ from benchmarks.gpu.device_timing import random_words, scattered, uniform
 from kvq_jax.arrays.codebook_array import CodebookArray
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.polar_array import PolarArray
+from kvq_jax.arrays.run_array import RunArray
 from kvq_jax.arrays.sparse_outliers import SparseOutliers
 from kvq_jax.arrays.stored import BodySpec, load_body
 from kvq_jax.attention.dispatch import unsupported
@@ -25,7 +26,6 @@ from kvq_jax.cache.cache import CacheDims
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer.plan import LayerPlan
 from kvq_jax.layer.regions import Regions
-from kvq_jax.methods.waterfill.codec import WaterfillArray
 from kvq_jax.types.array_types import ArraySpec
 from kvq_jax.types.rope import Rope
 from pallas_kernels.readers.base import Reader
@@ -111,11 +111,13 @@ def _(leaves: PolarArray, seed: Array) -> PolarArray:
 
 
 @_random_values.register
-def _(leaves: WaterfillArray, seed: Array) -> WaterfillArray:
+def _(leaves: RunArray, seed: Array) -> RunArray:
     """Make factors of tokens from a half to 2."""
     scale: Any = leaves.scale
     factors = jnp.round(uniform(scale.shape, seed + jnp.uint32(2000), -8.0, 8.0)).astype(jnp.int8)
-    return WaterfillArray(tuple(_random_codes(words, seed + jnp.uint32(7000 * i)) for i, words in enumerate(leaves.words)), factors)
+    return RunArray(
+        tuple(_random_codes(words, seed + jnp.uint32(7000 * i)) for i, words in enumerate(leaves.words)), factors, leaves.format
+    )
 
 
 def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]:

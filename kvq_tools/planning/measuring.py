@@ -23,11 +23,12 @@ import numpy as np
 from jaxtyping import Int
 
 import kvq_jax as kvq
+from kvq_jax.arrays.reverse_water_filling import MOST, layer_widths
 from kvq_jax.cache.spec import CacheSpec
 from kvq_jax.codecs.base import Side
 from kvq_jax.methods.base import per_layer
 from kvq_jax.methods.waterfill import Waterfill
-from kvq_jax.methods.waterfill.allocation import MOST, layer_widths, written
+from kvq_jax.methods.waterfill.widths import written
 from kvq_models.calibration import fit
 from kvq_models.calibration.file import Calibration, load_calibration, resolved, save_calibration
 from kvq_models.calibration.progress import Progress

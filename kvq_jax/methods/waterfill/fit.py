@@ -17,23 +17,16 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
-from kvq_jax.codecs.fitting import Rows, check_rows
+from kvq_jax.codecs.fitting import Rows, check_rows, square_roots
 
 RIDGE = 1e-3  # of M's mean eigenvalue: directions without a gradient in the text keep some weight
 FLOOR = 1e-8  # of the largest energy: a direction that is constant in the text is none to divide by
 
 
-def check(rows: Rows, gradients: Rows) -> None:
-    """Raise ValueError, in one line, where rows do not determine the parameters."""
-    check_rows(rows, gradients)
-    if not gradients.any():
-        raise ValueError("all gradients are 0: no channel can be weighted")
-
-
 def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
     """Return mean and scale [K, H] in the model's order, place [K, H] (where a channel stands in the order of energies, the two of a pair
     side by side), and the pairs' energies [K, H/2], sorted."""
-    check(rows, gradients)
+    check_rows(rows, gradients, weighted=True)
     mean = rows.mean(axis=0, dtype=np.float64)
     spread, slope = _pair_energy(rows - mean), _pair_energy(gradients)
     energies = spread * slope
@@ -50,13 +43,13 @@ def keys(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
 
 def values(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
     """Return mean [K, H], analysis and synthesis [K, H, H] (rows are multiplied from the left), and the sorted energies [K, H]."""
-    check(rows, gradients)
+    check_rows(rows, gradients, weighted=True)
     mean = rows.mean(axis=0, dtype=np.float64)
     centred, slopes = (np.moveaxis(array.astype(np.float64), 1, 0) for array in (rows - mean, gradients))
     covariance, metric = (np.swapaxes(array, 1, 2) @ array / len(rows) for array in (centred, slopes))
     width = rows.shape[-1]
     metric = metric + (RIDGE * np.trace(metric, axis1=1, axis2=2) / width + 1e-30)[:, None, None] * np.eye(width)
-    root, inverse = _powers(metric)
+    root, inverse = square_roots(metric)
     energies, basis = np.linalg.eigh(root @ covariance @ root)
     energies, basis = energies[:, ::-1], basis[:, :, ::-1]
     basis = basis * np.where(np.take_along_axis(basis, np.abs(basis).argmax(axis=1)[:, None], axis=1) < 0, -1, 1)
@@ -73,11 +66,3 @@ def values(rows: Rows, gradients: Rows) -> dict[str, np.ndarray]:
 def _pair_energy(rows: np.ndarray) -> Float[np.ndarray, "K half"]:
     first, second = np.split(np.square(rows, dtype=np.float64).mean(axis=0), 2, axis=-1)
     return (first + second) / 2
-
-
-def _powers(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the square roots of symmetric positive matrices, and the inverses of these."""
-    found, basis = np.linalg.eigh(matrices)
-    root = np.sqrt(np.maximum(found, found[:, -1:] * 1e-12))
-    transposed = np.swapaxes(basis, 1, 2)
-    return basis * root[:, None] @ transposed, basis / root[:, None] @ transposed

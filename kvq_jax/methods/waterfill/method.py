@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvq_jax.arrays.reverse_water_filling import expected_error, layer_widths
+from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.codecs.base import Codec, Side
 from kvq_jax.methods.base import Method, PerLayer, Windows, at_layer, option, per_layer
-from kvq_jax.methods.waterfill.allocation import chunk_energies, expected_error, layer_widths, read, template, template_chunks, written
 from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
+from kvq_jax.methods.waterfill.widths import chunk_energies, read, template, template_chunks, written
 from kvq_jax.types.array_types import ModelDims
 
 PROFILES = 4  # different widths in a model, at most (docs/decisions.md)
@@ -66,4 +68,4 @@ class Waterfill(Method):
         return read(name, own, dims.head_dim) if own else template(self.bits, dims.head_dim)[side == "v"]
 
     def codec(self, side: Side, layer: int, dims: ModelDims, block: int, dtype: str) -> Codec:
-        return (KeyCodec if side == "k" else ValueCodec)(dims.head_dim, block, self.widths(side, layer, dims))
+        return (KeyCodec if side == "k" else ValueCodec)(RunFormat(dims.head_dim, block, self.widths(side, layer, dims)))

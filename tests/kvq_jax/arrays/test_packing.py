@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvq_jax.arrays.packing import pack, unpack
+from kvq_jax.arrays.packing import pack, run_layout, unpack
 from pallas_kernels.tiles.layout import plane_layout, plane_sets
 from tests.compile_options import QUICK_COMPILE
 
@@ -79,3 +79,10 @@ def test_plane_sets_add_up_to_the_bits(bits: int, sets: tuple[int, ...]):
 def test_bits_that_fit_no_word_are_refused(bits: int):
     with pytest.raises(ValueError, match=f"bits={bits}"):
         plane_sets(bits)
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("channels", [2, 8, 24])
+def test_runs_of_any_number_of_channels_are_stored_without_padding(width: int, channels: int):
+    layout = run_layout(width, channels, 32)
+    assert sum(layout.words(bits) for bits in layout.sets) * 16 == layout.slots * width * channels

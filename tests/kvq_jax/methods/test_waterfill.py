@@ -1,24 +1,23 @@
-"""Waterfill against a version in plain NumPy, and what its calibration and its allocation promise."""
+"""Waterfill against a version in plain NumPy, and what its calibration and its widths promise."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.arrays.packing import run_layout
+from kvq_jax.arrays.reverse_water_filling import STEPS
+from kvq_jax.arrays.run_array import RunFormat
 from kvq_jax.cache.cache import CacheDims
-from kvq_jax.methods.waterfill import allocation, fit
+from kvq_jax.methods.waterfill import fit
 from kvq_jax.methods.waterfill.codec import KeyCodec, ValueCodec
 
 HEADS, WIDTH, TOKENS, BLOCK = 2, 16, 64, 32
 WIDTHS = (6, 3, 1, 0)
-PEAK = 0.797884560802865  # of the best quantizer of one bit: the mean of |x|
 
 
 def correlated(seed: int, tokens: int = 400) -> np.ndarray:
@@ -38,11 +37,11 @@ def decoded_in_numpy(u: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
         for channel in range(stored):
             width = widths[channel // chunk]
             if width >= 5:
-                size = max(size, abs(row[channel]) / (2 ** (width - 1) * allocation.STEPS[width]))
+                size = max(size, abs(row[channel]) / (2 ** (width - 1) * STEPS[width]))
         g = 2.0 ** (round(8 * math.log2(size)) / 8)
         for channel in range(stored):
             width = widths[channel // chunk]
-            levels = [(2 * level + 1 - 2**width) / 2 * allocation.STEPS[width] for level in range(2**width)]
+            levels = [(2 * level + 1 - 2**width) / 2 * STEPS[width] for level in range(2**width)]
             out[token][channel] = g * min(levels, key=lambda level: abs(level - row[channel] / g))
     return out
 
@@ -78,7 +77,7 @@ def test_keys_equal_the_numpy_version():
         u = (mean[token, head] / params["scale"][head])[order]
         wanted[token, head, order] = decoded_in_numpy(u[None], WIDTHS)[0]
     wanted = wanted * params["scale"] + params["mean"]
-    codec = KeyCodec(WIDTH, BLOCK, WIDTHS)
+    codec = KeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
     assert same(stored_rows(codec, params, rows), wanted)
     turned = params | {"place": np.roll(params["place"], 2, axis=-1)}
     assert not same(stored_rows(codec, turned, rows), wanted), "another order of channels gives the same rows"
@@ -92,7 +91,7 @@ def test_values_equal_the_numpy_version():
     for head in range(HEADS):
         u = (rows[:, head].astype(np.float64) - params["mean"][head]) @ params["analysis"][head]
         wanted[:, head] = decoded_in_numpy(u, WIDTHS) @ params["synthesis"][head] + params["mean"][head]
-    codec = ValueCodec(WIDTH, BLOCK, WIDTHS)
+    codec = ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))
     assert same(stored_rows(codec, params, rows), wanted)
     turned = params | {"synthesis": params["synthesis"][:, ::-1]}
     assert not same(stored_rows(codec, turned, rows), wanted), "another basis gives the same rows"
@@ -101,7 +100,7 @@ def test_values_equal_the_numpy_version():
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
 def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
     """An entry ten times as large as the others of its token: within a step and what its scale is rounded by, or cut off."""
-    codec = ValueCodec(WIDTH, BLOCK, (width, 1))
+    codec = ValueCodec(RunFormat(WIDTH, BLOCK, (width, 1)))
     u = np.random.default_rng(9).normal(size=(TOKENS, 1, WIDTH)).astype(np.float32)
     u[:, :, 3] = 10
     identity = {"mean": np.zeros((1, WIDTH)), "analysis": np.eye(WIDTH)[None], "synthesis": np.eye(WIDTH)[None]}
@@ -139,50 +138,11 @@ def test_the_eigenbasis_of_values_makes_errors_of_channels_cost_what_their_energ
         assert (np.diff(energies) <= 0).all()
 
 
-def test_steps_are_those_of_the_best_uniform_quantizers():
-    x = np.linspace(-8, 8, 160_001)
-    density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi) * (x[1] - x[0])
-
-    def error(width: int, step: float) -> float:
-        top = 2 ** (width - 1)
-        return float((density * (x - (np.clip(np.floor(x / step), -top, top - 1) + 0.5) * step) ** 2).sum())
-
-    assert error(1, allocation.STEPS[1]) == pytest.approx(1 - PEAK**2, rel=1e-4)
-    for width in range(1, allocation.MOST + 1):
-        step, least = allocation.STEPS[width], allocation.ERRORS[width]
-        assert error(width, step) == pytest.approx(least, rel=5e-3), f"{width} bits"
-        assert min(error(width, 0.97 * step), error(width, 1.03 * step)) > error(width, step), f"{width} bits"
-
-
-@pytest.mark.parametrize("budget", [0, 1, 5, 9])
-def test_the_greedy_allocation_is_optimal(budget: int):
-    energies = np.array([9.0, 3.0, 0.4, 0.1])
-
-    def cost(widths: Iterable[int]) -> float:
-        return sum(e * allocation.ERRORS[w] for e, w in zip(energies, widths, strict=True))
-
-    every = [widths for widths in itertools.product(range(7), repeat=4) if sum(widths) == budget]
-    found = allocation.allocate(energies, budget)
-    assert found.sum() == budget
-    assert cost(found) == pytest.approx(min(map(cost, every)), rel=1e-12)
-
-
-def test_more_bits_than_there_can_be_fill_every_channel():
-    assert (allocation.allocate(np.ones(3), 1000) == allocation.MOST).all()
-
-
 @pytest.mark.parametrize("bits", [1.5, 2.0, 2.5, 3.0, 4.0, 5.0])
 @pytest.mark.parametrize("dims", [CacheDims(2, 4, 2, 64, 256), CacheDims(2, 4, 2, 128, 512)], ids=["64", "128"])
 def test_a_budget_is_what_is_stored(bits: float, dims: CacheDims):
     assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) == pytest.approx(bits, abs=1 / 16)
     assert kvq.body_bits_per_element(f"waterfill:bits={bits}", dims) <= bits
-
-
-@pytest.mark.parametrize("width", range(1, allocation.MOST + 1))
-@pytest.mark.parametrize("channels", [2, 8, 24])
-def test_runs_of_any_number_of_channels_are_stored_without_padding(width: int, channels: int):
-    layout = run_layout(width, channels, BLOCK)
-    assert sum(layout.words(bits) for bits in layout.sets) * 16 == layout.slots * width * channels
 
 
 @pytest.mark.parametrize(
@@ -234,28 +194,3 @@ def test_a_calibration_decides_the_widths_that_a_spec_leaves_open():
     assert {sum(own) for own in (*keys, *values)} == {8}, "every side of every layer has the same budget"
     assert kvq.body_bits_per_element(spec, dims) == 2.25
     assert fitted.fitted({"k": [flat] * 3, "v": [flat] * 3}, dims) == fitted, "widths that a spec gives stay"
-
-
-def test_layers_share_few_widths_that_cost_little_more_than_their_own():
-    falls = np.linspace(0.2, 4, 12)
-    chunks = [[2.0 ** (-fall * np.arange(8)), 2.0 ** (-fall * np.arange(8) / 2)] for fall in falls]
-
-    def errors(widths: list[list[tuple[int, ...]]]) -> np.ndarray:
-        """Return each side's error of each layer, relative to that of widths of its own."""
-        cost = [
-            [float(e @ np.asarray(allocation.ERRORS)[list(w)]) for e, w in zip(*layer, strict=True)]
-            for layer in zip(chunks, widths, strict=True)
-        ]
-        least = [[float(e @ np.asarray(allocation.ERRORS)[allocation.allocate(e, 16)]) for e in layer] for layer in chunks]
-        return np.asarray(cost) / least
-
-    means = []
-    for profiles in (1, 2, 4, 12):
-        widths = allocation.layer_widths(chunks, (16, 16), profiles)
-        assert len({tuple(layer) for layer in widths}) <= profiles
-        assert all(sum(side) == 16 for layer in widths for side in layer)
-        means.append(errors(widths).mean())
-    assert means[-1] == pytest.approx(1, rel=1e-12)
-    assert means[0] > 1.1, "these layers would not need widths of their own"
-    assert means == sorted(means, reverse=True)
-    assert means[2] < 1.1

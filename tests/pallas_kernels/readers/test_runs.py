@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvq_jax.arrays.packing import pack, run_layout
+from kvq_jax.arrays.reverse_water_filling import STEPS
 from kvq_jax.codecs import kernel_readers
-from kvq_jax.methods.waterfill.allocation import STEPS
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader

@@ -1,0 +1,105 @@
+"""The array of runs: rows of normalized channels in runs of one width each, and one logarithmic scale for each token and head.
+
+    code = clip(floor(u / (g step_b)), -2^(b-1), 2^(b-1) - 1)        b: the width of the run that a channel is in
+    u^   = g (code + 1/2) step_b                                     step_b: of the best uniform quantizer of a normal variable
+    g    = 2^(scale / 8)                                             the root mean square of a token's stored channels, or more
+
+g is more where a channel of at least UNCLIPPED bits needs it for its largest code. Codes are packed with 2^(b-1) added. What is not finite
+counts as 0 or saturates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8
+
+from kvq_jax.arrays.packing import PlaneLayout, Words, pack, run_layout, unpack
+from kvq_jax.arrays.reverse_water_filling import STEPS
+from kvq_jax.arrays.stored import BodySpec, word_specs
+from kvq_jax.types.array_types import Axis
+from kvq_jax.types.pytree import describe, pytree
+
+PER_OCTAVE = 8  # steps of the logarithmic scale in a factor of 2
+LARGEST = 1e18  # its square is finite in fp32
+UNCLIPPED = 5  # bits from which on no channel is clipped: there a clipped entry costs more than the longer steps (docs/decisions.md)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFormat:
+    """The quantization format of a body. Static and hashable.
+
+    widths: bits of the chunks of a row's channels, the widest first; those of width 0 are not stored.
+    """
+
+    channels: int
+    block: int
+    widths: tuple[int, ...]
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Return (width, channels) of the stored runs of one width."""
+        chunk = self.channels // len(self.widths)
+        return tuple((width, chunk * len(tuple(same))) for width, same in itertools.groupby(self.widths) if width)
+
+    @property
+    def stored_channels(self) -> int:
+        return sum(channels for _, channels in self.runs)
+
+    @property
+    def layouts(self) -> tuple[PlaneLayout, ...]:
+        return tuple(run_layout(width, channels, self.block) for width, channels in self.runs)
+
+    @property
+    def ends(self) -> Float[np.ndarray, " stored"]:
+        """Return how far the codes of each stored channel reach, where that bounds g: 2^(b-1) step_b, or infinity below UNCLIPPED bits."""
+        reach = [2 ** (width - 1) * STEPS[width] if width >= UNCLIPPED else np.inf for width, _ in self.runs]
+        return np.repeat(np.asarray(reach, np.float32), [channels for _, channels in self.runs])
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class RunArray:
+    """The words of each run, the widest first, and the scale of each token: 2^(scale / 8)."""
+
+    words: tuple[Words, ...]
+    scale: Int8[Array, "B K S"]
+    format: RunFormat = dataclasses.field(metadata={"static": True})
+
+
+def specs(format: RunFormat, batch: int, heads: int, tokens: int) -> RunArray:
+    """Describe the arrays of a body of `tokens` tokens."""
+    words = tuple(word_specs(layout, batch, heads, tokens) for layout in format.layouts)
+    scale = BodySpec((Axis("batch", batch), Axis("kv_heads", heads), Axis("tokens", tokens)), "int8")
+    return describe(RunArray, words=words, scale=scale, format=format)
+
+
+def quantize(u: Float[Array, "B K T stored"], format: RunFormat) -> RunArray:
+    """Quantize the stored channels of rows."""
+    u = jnp.clip(jnp.where(jnp.isnan(u), 0, u), -LARGEST, LARGEST)
+    size = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(u), axis=-1)), jnp.max(jnp.abs(u) / format.ends[None, None, None], axis=-1))
+    scale = jnp.clip(jnp.round(PER_OCTAVE * jnp.log2(jnp.maximum(size, 1e-30))), -128, 127).astype(jnp.int8)
+    u = u / factor(scale)
+    words, start = [], 0
+    for (width, channels), layout in zip(format.runs, format.layouts, strict=True):
+        middle = 2 ** (width - 1)
+        codes = jnp.floor(u[..., start : start + channels] / STEPS[width]) + middle
+        words.append(pack(jnp.clip(codes, 0, 2 * middle - 1).astype(jnp.uint16), layout))
+        start += channels
+    return RunArray(tuple(words), scale, format)
+
+
+def levels(array: RunArray) -> Float[Array, "B K T stored"]:
+    """Return u^ / g of the stored channels."""
+    parts = []
+    for layout, words in zip(array.format.layouts, array.words, strict=True):
+        parts.append((unpack(words, layout).astype(jnp.float32) + (0.5 - 2 ** (layout.bits - 1))) * STEPS[layout.bits])
+    return jnp.concatenate(parts, axis=-1)
+
+
+def factor(scale: Int8[Array, "B K T"]) -> Float[Array, "B K T 1"]:
+    """Return g of each token, to be multiplied with its channels."""
+    return jnp.exp2(scale.astype(jnp.float32)[..., None] / PER_OCTAVE)
