@@ -10,6 +10,7 @@ namespace {
 using kvq::kRowBlock;
 
 constexpr int64_t kPadded = kTile + 16;  // floats from one row of scores, or of weights, to the next
+constexpr int64_t kAhead = kTile;  // tokens from those whose words are read to those whose words are asked for meanwhile
 
 // How numbers are scaled as they are made.
 enum class Scaling {
@@ -90,6 +91,8 @@ struct Rows {
   }
 
   Uints load(int set, int64_t i, int32_t place) const { return load_words(words[set] + i * apart[set] + place); }
+  // Ask for the first cache line of row i, which may lie behind the end of the array: nothing is read.
+  void ask_for(int set, int64_t i) const { __builtin_prefetch(words[set] + i * apart[set]); }
 };
 
 // scores[r, i] = the sum of the lanes of sums[r, i], for R rows and T tokens.
@@ -173,7 +176,7 @@ template <int R, int B, int F, bool kShared, bool kElements, class Numbers>
 inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t index, int field, const Run* runs, int64_t count,
                          const Weights& weights, const float* elements, const float* scale, float* sums) {
   constexpr int V = B * F;
-  const int64_t stride = packed.body.padded();
+  const int64_t stride = packed.body.padded(), ahead = kAhead / packed.body.slots;
   const Bundle* own = packed.bundles_of(runs->slot) + index;
   const float *weight[V], *element[V];
   for (int j = 0; j < V; j++) {
@@ -191,6 +194,8 @@ inline void weigh_fields(const Packed& packed, const Numbers& numbers, int64_t i
       high_shift[j] = shift_by(bundle[j / F].fields[field + j % F].shift[1]);
     }
     for (int64_t i = 0; i < run->count; i++) {
+      rows.ask_for(0, i + ahead);
+      if (Numbers::kTwoSets) rows.ask_for(1, i + ahead);
       Uints low[B], high[B] = {};
       for (int b = 0; b < B; b++) low[b] = rows.load(0, i, bundle[b].place[0]);
       for (int b = 0; Numbers::kTwoSets && b < B; b++) high[b] = rows.load(1, i, bundle[b].place[1]);

@@ -88,9 +88,11 @@ class Transposed {
       const int64_t row = first / body_.slots + block * kLanes;
       Uints* out = words_ + block * (body_.row_words(0) + body_.row_words(1));
       for (int set = 0; set < body_.sets(); set++) {
-        const int64_t apart = body_.row_words(set);
+        const int64_t apart = body_.row_words(set), count = minimum(rows(), kLanes);
+        const uint16_t* words = packed_.arrays.words[set] + row * apart;
+        for (int64_t w = 0; w < count * apart; w += 32) __builtin_prefetch(words + kAhead / body_.slots * apart + w);  // lines of 64 bytes
         for (int64_t w = 0; w < apart; w += kLanes, out += kLanes)
-          transpose(packed_.arrays.words[set] + row * apart + w, apart, minimum(rows(), kLanes), out);
+          transpose(words + w, apart, count, out);
       }
     }
   }
