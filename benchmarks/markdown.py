@@ -27,3 +27,8 @@ def bracket(interval: tuple[float, float], format: str) -> str:
     """Render an interval after its mean; nothing where there is none."""
     low, high = interval
     return "" if math.isnan(low) else f" [{low:{format}}, {high:{format}}]"
+
+
+def with_interval(value: float, interval: tuple[float, float], format: str) -> str:
+    """Render a number and its interval; the number alone where there is none."""
+    return f"{value:{format}}{bracket(interval, format)}"

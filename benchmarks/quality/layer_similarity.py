@@ -4,7 +4,8 @@
     range     mean over the tokens and their groups of channels of  (max - min) of a_i - a_{i-1}  over  (max - min) of a_i
 
 The range sets the step of a uniform quantizer, so where it is below 1, XQuant-CL's differences are easier to code than what they are taken
-of. Rows are those of the exact forward pass. Post-norm X is the normalized input, which XQuant caches and the figure shows; unit-norm X
+of. Rows are those of the exact forward pass over windows of a text, each a sequence of its own; means are over the tokens of all windows,
+and a bootstrap draws whole windows. Post-norm X is the normalized input, which XQuant caches and the figure shows; unit-norm X
 leaves the layer's own gains out; the residual stream is what both are made of; keys are before RoPE, all heads of a token together. The
 JSON, and the plot beside it:
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,34 +26,48 @@ import numpy as np
 from jaxtyping import Float
 
 import kvq_jax as kvq
-from benchmarks.markdown import head, table
+from benchmarks.markdown import head, table, with_interval
+from benchmarks.quality.intervals import Estimate, mean_interval
 from benchmarks.quality.squat_subspace import layer_inputs
 from benchmarks.quality.study import first_tokens, model_words, run_study, shown, study_parser
 from benchmarks.report_file import Report, header
 from kvq_models import load_llama
 
 KINDS = ("post-norm X", "unit-norm X", "residual stream", "keys", "values")
+FIRST_DIFFERENCE = 3  # the layer after XQuant-CL's base, the paper's third one
+FIELDS = {"cosines": "cosine", "ranges": "range of the difference, relative"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A layer and the one before it: one cosine and one range for each of `KINDS`."""
+    """A layer and the one before it: a cosine and a range of each window for each of `KINDS`, [windows][kinds]."""
 
     layer: int
-    cosines: tuple[float, ...]
-    ranges: tuple[float, ...]
+    cosines: tuple[tuple[float, ...], ...]
+    ranges: tuple[tuple[float, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimilarityReport(Report):
-    """A row for each layer but the first, and what they were measured on."""
+    """A row for each layer but the first, and what they were measured on. tokens: of a window."""
 
     model: str
     text: str
+    windows: int
     tokens: int
     group: int
     kinds: tuple[str, ...]
     pairs: tuple[Pair, ...]
+
+    def means(self, field: str, start: int, stop: int | None = None) -> list[Estimate]:
+        """Return the mean of a field over the pairs of layers start .. stop - 1, to the last without stop, for each kind."""
+        pairs = [getattr(pair, field) for pair in self.pairs if start <= pair.layer and (stop is None or pair.layer < stop)]
+        columns = np.mean(pairs, axis=0).T.tolist()  # [kinds][windows]
+        return [Estimate(float(np.mean(column)), mean_interval(column)) for column in columns]
+
+    def of_layers(self, field: str) -> list[list[Estimate]]:
+        """Return a field of every pair, [pairs][kinds]."""
+        return [self.means(field, pair.layer, pair.layer + 1) for pair in self.pairs]
 
 
 def rows_of(inputs: kvq.LayerInputs) -> tuple[Float[np.ndarray, "T C"], ...]:
@@ -82,54 +98,63 @@ def relative_range(rows: Float[np.ndarray, "T C"], before: Float[np.ndarray, "T 
     return float(np.mean(ranges(rows - before) / ranges(rows)))
 
 
+def measured(layers: Sequence[kvq.LayerInputs], group: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the cosines and the ranges of one sequence, [pairs][kinds]."""
+    rows = list(map(rows_of, layers))
+    pairs = [list(zip(after, before, strict=True)) for before, after in itertools.pairwise(rows)]
+    cosines = [[round(cosine(after, before), 5) for after, before in pair] for pair in pairs]
+    return cosines, [[round(relative_range(after, before, group), 5) for after, before in pair] for pair in pairs]
+
+
 def run(options: argparse.Namespace) -> SimilarityReport:
     """Measure every pair of layers. ValueError where the text is too short, or a group does not divide the model's widths."""
     llama, tokenizer = load_llama(options.model, dtype="float32")
-    layers = [rows_of(inputs) for inputs in layer_inputs(llama, first_tokens(tokenizer, options.text, options.tokens))]
-    pairs = [
-        Pair(
-            layer,
-            tuple(round(cosine(a, b), 5) for a, b in zip(layers[layer], layers[layer - 1], strict=True)),
-            tuple(round(relative_range(a, b, options.group), 5) for a, b in zip(layers[layer], layers[layer - 1], strict=True)),
-        )
-        for layer in range(1, len(layers))
-    ]
+    windows = first_tokens(tokenizer, options.text, options.windows * options.tokens).reshape(options.windows, options.tokens)
+    cosines, ranges = zip(*(measured(layer_inputs(llama, window), options.group) for window in windows), strict=True)
+    by_layer = zip(zip(*cosines, strict=True), zip(*ranges, strict=True), strict=True)
     return SimilarityReport(
         title=f"Similarity of successive layers, {shown(options.model)}",
         **header(_command(options)),
         model=f"{shown(options.model)}, float32",
         text=options.text.name,
+        windows=options.windows,
         tokens=options.tokens,
         group=options.group,
         kinds=KINDS,
-        pairs=tuple(pairs),
+        pairs=tuple(Pair(layer, *(tuple(map(tuple, field)) for field in fields)) for layer, fields in enumerate(by_layer, start=1)),
     )
 
 
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
     model = model_words(options.model)
-    sizes = [f"--tokens {options.tokens}", f"--group {options.group}"]
+    sizes = [f"--{name} {getattr(options, name)}" for name in ("windows", "tokens", "group")]
     return ["benchmarks.quality.layer_similarity", *model, f"--text {options.text.name}", *sizes, f"--json {options.json.name}"]
 
 
 def page(report: SimilarityReport, file: pathlib.Path) -> str:
     """Render cosines and ranges of every pair, and their means."""
     said = (
-        f"Model: {report.model}, the first {report.tokens} tokens of {report.text}, exact. Each layer with the one before it. Ranges are "
-        f"of groups of {report.group} channels of a token: that of the difference over that of the layer's own rows."
+        f"Model: {report.model}, the first {report.windows} windows of {report.tokens} tokens of {report.text}, exact. Each layer with the "
+        f"one before it. Ranges are of groups of {report.group} channels of a token: that of the difference over that of the layer's own "
+        "rows. Brackets hold 95 % bootstrap intervals over the windows."
     )
     parts = [*head(report, file, said), f"![similarity by layer]({file.stem}.png)"]
-    for title, field in (("Cosine", "cosines"), ("Range of the difference, relative", "ranges")):
-        found = np.asarray([getattr(pair, field) for pair in report.pairs])
-        lines = [("mean", *(f"{v:.2f}" for v in found.mean(axis=0)))]
-        lines += [(str(pair.layer), *(f"{v:.2f}" for v in values)) for pair, values in zip(report.pairs, found, strict=True)]
-        parts.append(table((f"{title}: layer", *report.kinds), lines))
+    for field, name in FIELDS.items():
+        lines = [("mean", *_cells(report.means(field, 1)))]
+        if report.pairs[-1].layer > FIRST_DIFFERENCE:
+            lines.append((f"mean from {FIRST_DIFFERENCE} on", *_cells(report.means(field, FIRST_DIFFERENCE))))
+        lines += [(str(pair.layer), *_cells(found)) for pair, found in zip(report.pairs, report.of_layers(field), strict=True)]
+        parts.append(table((f"{name.capitalize()}: layer", *report.kinds), lines))
     return "\n\n".join(parts)
 
 
+def _cells(found: Sequence[Estimate]) -> list[str]:
+    return [with_interval(*one, ".2f") for one in found]
+
+
 def draw(report: SimilarityReport) -> Any:
-    """Draw a figure: cosines on the left, ranges on the right, by layer."""
+    """Draw a figure: cosines on the left, ranges on the right, by layer, with bands that are the intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,14 +162,15 @@ def draw(report: SimilarityReport) -> Any:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
     layers = [pair.layer for pair in report.pairs]
-    for axis, field, label in zip(axes, ("cosines", "ranges"), ("cosine", "range of the difference, relative"), strict=True):
-        for i, kind in enumerate(report.kinds):
-            axis.plot(layers, [getattr(pair, field)[i] for pair in report.pairs], marker="o", markersize=3, label=kind)
-        axis.set(xlabel="layer", ylabel=f"{label}, to the layer before")
+    for axis, (field, name) in zip(axes, FIELDS.items(), strict=True):
+        for kind, found in zip(report.kinds, zip(*report.of_layers(field), strict=True), strict=True):
+            axis.plot(layers, [one.value for one in found], marker="o", markersize=3, label=kind)
+            axis.fill_between(layers, *zip(*(one.interval for one in found), strict=True), alpha=0.25)
+        axis.set(xlabel="layer", ylabel=f"{name}, to the layer before")
         axis.grid(alpha=0.3)
     axes[1].axhline(1, color="grey", linewidth=0.8)
     axes[0].legend(fontsize="small")
-    figure.suptitle(f"{report.model}: {report.tokens} tokens of {report.text}")
+    figure.suptitle(f"{report.model}: {report.windows} windows of {report.tokens} tokens of {report.text}")
     figure.tight_layout()
     return figure
 
@@ -152,7 +178,8 @@ def draw(report: SimilarityReport) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser("benchmarks.quality.layer_similarity", __doc__, plot=True)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, required=True, help="the text that the model reads")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of it")
+    parser.add_argument("--windows", type=int, default=8, help="windows of it, from its beginning; intervals are over them")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--group", type=int, default=64, help="channels of a token that share a range")
     run_study(parser, argv, run, draw)
 

@@ -1,6 +1,7 @@
 """Measure how well a prompt's queries tell where later ones lie, and what it is worth: Figure 2 of the SQuat paper on a model.
 
-The model reads a prompt and writes a response without any quantization, so that errors do not change what is written (Appendix E.1).
+The model reads a prompt and writes a response without any quantization, so that errors do not change what is written (Appendix E.1): for
+each of several windows of a text, and the numbers of each are kept, so that there are intervals.
 
     deviation = mean |q - proj(q)| / |q|              of the response's queries q from the r largest singular directions of other queries
     error     = mean |q . (k^ - k)| / sqrt(H)         of the response's queries with the prompt's keys, all of them quantized to 2 bits
@@ -15,6 +16,7 @@ and how well the text that follows a prompt is predicted from a real cache of th
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -51,6 +53,13 @@ CACHES = (  # in what they predict
     "squat_pre",
     "squat_pre:rank=64,block_channels=8",
 )
+
+
+def continued(llama: Llama, prompt: Int[np.ndarray, " P"], count: int, seed: int) -> Int[np.ndarray, " T"]:
+    """Return a prompt and the `count` tokens that the model writes after it, at temperature 1 and without quantization."""
+    cache = kvq.init_cache("dense", llama.config, 1, len(prompt) + count, "float32")
+    out = generate(llama, cache, prompt[None], max_new_tokens=count, sampling=Sampling(temperature=1.0), key=jax.random.key(seed))
+    return np.concatenate([prompt, np.asarray(out.tokens)[0, -count:]])
 
 
 def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerInputs]:
@@ -132,25 +141,28 @@ def _coded(spec: str, inputs: kvq.LayerInputs) -> Float[Array, "B K T H"]:
 
 
 def layer_errors(
-    inputs: kvq.LayerInputs, prompt: int, layer: int, ranks: Sequence[int] = SCORE_RANKS, lams: Sequence[float] = LAMS
-) -> Iterator[ScoreError]:
-    """KIVI and SQuat on the prompt's keys, in every setting."""
+    inputs: kvq.LayerInputs, prompt: int, ranks: Sequence[int], lams: Sequence[float]
+) -> Iterator[tuple[tuple[str, int | None, float | None], float]]:
+    """Yield (setting, rank, lam) and the error, for KIVI and SQuat on the prompt's keys in every setting."""
     for setting in settings(inputs, prompt):
         grid = [(rank, lam) for rank in ranks for lam in lams]
         specs: dict[tuple[int | None, float | None], str] = {(None, None): setting.kivi}
         specs |= {(rank, lam): f"{setting.squat}{',' if ':' in setting.squat else ':'}rank={rank},lam={lam:f}" for rank, lam in grid}
         for (rank, lam), spec in specs.items():
             coded = _coded(spec, setting.given)
-            yield ScoreError(setting.name, rank, lam, layer, round(score_error(setting.asking, setting.given.k_rot, coded), 6))
+            yield (setting.name, rank, lam), round(score_error(setting.asking, setting.given.k_rot, coded), 6)
 
 
-def layer_deviations(response: kvq.LayerInputs, sources: dict[str, kvq.LayerInputs], layer: int) -> Iterator[Deviation]:
+def layer_deviations(
+    response: kvq.LayerInputs, sources: dict[str, kvq.LayerInputs]
+) -> Iterator[tuple[tuple[str, bool], tuple[float, ...]]]:
+    """Yield (source, rope) and the deviations by rank, of the response's queries from the subspace of each source's."""
     heads = response.k_rot.shape[1]
     for rope in (False, True):
         for source, given in sources.items():
             spanning, queries = (i.q_rot if rope else before_rope(i).q_rot for i in (given, response))
             found = deviations(spanning, queries, heads)
-            yield Deviation(source, rope, layer, tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found)))
+            yield (source, rope), tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found))
 
 
 def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following: int) -> Iterator[Prediction]:
@@ -164,7 +176,8 @@ def predictions(llama: Llama, ids: Int[np.ndarray, " S"], prompt: int, following
         cache = kvq.init_cache(f"{spec}{',' if ':' in spec else ':'}recent=0", llama.config, count, prompt + following + 32, "float32")
         _, cache = prefill(llama, cache, windows[:, :prompt])
         logprobs, _ = score(llama, cache, windows[:, prompt:])
-        yield Prediction(spec, count * (following - 1), round(-float(jnp.sum(logprobs)) / (count * (following - 1)), 5))
+        nats = -np.asarray(jnp.mean(logprobs[:, 1:], axis=1))  # the first token is only read
+        yield Prediction(spec, count * (following - 1), tuple(round(float(window), 5) for window in nats))
 
 
 def run(options: argparse.Namespace) -> SubspaceReport:
@@ -177,38 +190,37 @@ def run(options: argparse.Namespace) -> SubspaceReport:
     total, head_dim = prompt + response, llama.config.head_dim
     if max(options.rank) > head_dim:
         raise ValueError(f"rank {max(options.rank)} must be at most the model's head_dim ({head_dim})")
-    if len(ids) < 2 * total or len(other_ids) < total:
-        raise ValueError(f"{text.name} must have {2 * total} tokens and {other.name} {total}; they have {len(ids)} and {len(other_ids)}")
-    cache = kvq.init_cache("dense", llama.config, 1, total, "float32")
-    out = generate(llama, cache, ids[None, :prompt], max_new_tokens=response, sampling=Sampling(temperature=1.0), key=jax.random.key(0))
-    written = np.concatenate([ids[:prompt], np.asarray(out.tokens)[0, -response:]])
-    layers = zip(*(layer_inputs(llama, tokens) for tokens in (written, ids[-total:], other_ids[:total])), strict=True)
-    found_deviations: list[Deviation] = []
-    found_errors: list[ScoreError] = []
-    for i, (inputs, elsewhere, foreign) in enumerate(layers):
-        sources = {
-            "prompt": tokens_of(inputs, 0, prompt),
-            "prompt and response": inputs,
-            "another part": elsewhere,
-            "another text": foreign,
-        }
-        found_deviations += layer_deviations(tokens_of(inputs, prompt, total), sources, i)
-        found_errors += layer_errors(inputs, prompt, i, options.rank, options.lam)
-        print(f"layer {i + 1} of {llama.config.num_hidden_layers}", file=sys.stderr, flush=True)
+    needed = options.windows * total
+    if len(ids) < 2 * needed or len(other_ids) < needed:
+        raise ValueError(f"{text.name} must have {2 * needed} tokens and {other.name} {needed}; they have {len(ids)} and {len(other_ids)}")
+    windows, elsewhere, foreign = (part.reshape(-1, total) for part in (ids[:needed], ids[-needed:], other_ids[:needed]))
+    found_deviations: dict[tuple[str, bool, int], list[tuple[float, ...]]] = collections.defaultdict(list)
+    found_errors: dict[tuple[str, int | None, float | None, int], list[float]] = collections.defaultdict(list)
+    for window in range(options.windows):
+        sequences = continued(llama, windows[window, :prompt], response, seed=window), elsewhere[-1 - window], foreign[window]
+        for layer, (inputs, *others) in enumerate(zip(*(layer_inputs(llama, tokens) for tokens in sequences), strict=True)):
+            sources = {"prompt": tokens_of(inputs, 0, prompt), "prompt and response": inputs}
+            sources |= zip(("another part", "another text"), others, strict=True)
+            for (source, rope), values in layer_deviations(tokens_of(inputs, prompt, total), sources):
+                found_deviations[source, rope, layer].append(values)
+            for (setting, rank, lam), error in layer_errors(inputs, prompt, options.rank, options.lam):
+                found_errors[setting, rank, lam, layer].append(error)
+        print(f"window {window + 1} of {options.windows}", file=sys.stderr, flush=True)
     return SubspaceReport(
         title="The subspace of SQuat",
         **header(_command(options)),
         model=f"{shown(options.model)}, float32",
         text=text.name,
         other_text=other.name,
+        windows=options.windows,
         prompt_tokens=prompt,
         response_tokens=response,
         ranks=tuple(rank for rank in RANKS if rank <= head_dim),
         score_ranks=tuple(options.rank),
         lams=tuple(options.lam),
-        deviations=tuple(found_deviations),
-        errors=tuple(found_errors),
-        predictions=tuple(predictions(llama, ids[: None if options.windows is None else options.windows * total], prompt, response)),
+        deviations=tuple(Deviation(*key, tuple(values)) for key, values in found_deviations.items()),
+        errors=tuple(ScoreError(*key, tuple(values)) for key, values in found_errors.items()),
+        predictions=tuple(predictions(llama, ids[: None if options.predicted is None else options.predicted * total], prompt, response)),
     )
 
 
@@ -216,21 +228,22 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Return the words of the command line, files by their names."""
     model = model_words(options.model)
     texts = [f"--text {options.text.name}", f"--other-text {options.other_text.name}"]
-    sizes = [f"--prompt {options.prompt}", f"--response {options.response}"]
+    sizes = [f"--{name} {getattr(options, name)}" for name in ("windows", "prompt", "response")]
     grid = [f"--rank {' '.join(map(str, options.rank))}", f"--lam {' '.join(f'{lam:g}' for lam in options.lam)}"]
-    windows = [] if options.windows is None else [f"--windows {options.windows}"]
-    return ["benchmarks.quality.squat_subspace", *model, *texts, *sizes, *grid, *windows, f"--json {options.json.name}"]
+    predicted = [] if options.predicted is None else [f"--predicted {options.predicted}"]
+    return ["benchmarks.quality.squat_subspace", *model, *texts, *sizes, *grid, *predicted, f"--json {options.json.name}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser("benchmarks.quality.squat_subspace", __doc__, plot=True)
     parser.add_argument("--text", metavar="FILE", type=pathlib.Path, default=ROOT / "kvq_tools/cli/passage.txt", help="the text")
     parser.add_argument("--other-text", metavar="FILE", type=pathlib.Path, default=ROOT / "LICENSE", help="a text of another kind")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--response", type=int, default=256, help="tokens of the response")
+    parser.add_argument("--windows", type=int, default=1, help="prompts, one after the other in the text; intervals are over them")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=256, help="tokens of a response")
     parser.add_argument("--rank", type=int, nargs="+", default=SCORE_RANKS, help="ranks of the errors")
     parser.add_argument("--lam", type=float, nargs="+", default=LAMS, help="lambdas of the errors; 0.001 is among them")
-    parser.add_argument("--windows", type=int, help="windows of the text that are predicted through caches; all without it")
+    parser.add_argument("--predicted", type=int, help="windows of the text that are predicted through caches; all without it")
     run_study(parser, argv, run, draw)
 
 

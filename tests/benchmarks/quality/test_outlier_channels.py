@@ -4,39 +4,92 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
 import pytest
 
 import kvq_tools.cli
 from benchmarks import results_page
 from benchmarks.quality import outlier_channels
-from benchmarks.quality.outlier_channels import OutlierChannelsReport, TextChannels
+from benchmarks.quality.outlier_channels import OutlierChannelsReport, Rivals, TextChannels
+from benchmarks.quality.study import first_tokens
 from benchmarks.report_file import header
+from kvq_models import EMBEDDED, load_llama
+from kvq_tools.evaluation.outlier_channels import decompose, layer_magnitudes
 
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
 
 
-def test_the_page_counts_layers_whose_channel_is_among_the_first_predictions(tmp_path: pathlib.Path):
-    texts = (
-        TextChannels("one.txt", (3, 5, 7, 9), (1, 2, 8, None), (True, True, True, False), (False,) * 4),
-        TextChannels("other.txt", (3, 5, 7, 8), (1, 1, 4, 5), (True,) * 4, (True, False, False, False)),
+def rivals(*channels: int) -> tuple[Rivals, ...]:
+    """Layers in which one channel is the largest of every window."""
+    return tuple(Rivals((channel,), ((2.0,), (1.0,))) for channel in channels)
+
+
+def written(report: OutlierChannelsReport, folder: pathlib.Path) -> str:
+    report.write(folder / "outlier_channels.json")
+    assert OutlierChannelsReport.read(folder / "outlier_channels.json") == report
+    return results_page.render(folder)["outlier_channels.md"]
+
+
+def report_of(*texts: TextChannels) -> OutlierChannelsReport:
+    predicted = tuple(tuple(range(first, first + 8)) for first in (0, 10, 20, 30))
+    return OutlierChannelsReport(
+        title="Outlier channels", **header(["x"]), model="m", tokens=64, windows=2, predicted=predicted, texts=texts
     )
-    report = OutlierChannelsReport(title="Outlier channels", **header(["x"]), model="m", tokens=64, texts=texts)
-    report.write(tmp_path / "outlier_channels.json")
-    page = results_page.render(tmp_path)["outlier_channels.md"]
-    for line in ("| k=1 | 25.0 % | 50.0 % |", "| k=2 | 50.0 % | 50.0 % |", "| k=4 | 50.0 % | 75.0 % |", "| k=8 | 75.0 % | 100.0 % |"):
+
+
+def test_the_page_counts_layers_whose_channel_is_among_the_first_predictions(tmp_path: pathlib.Path):
+    one = TextChannels("one.txt", rivals(0, 11, 27, 39), rivals(0, 0, 0, 1), rivals(1, 1, 1, 1))
+    other = TextChannels("other.txt", rivals(0, 11, 27, 34), rivals(0, 0, 0, 0), rivals(0, 1, 1, 1))
+    page = written(report_of(one, other), tmp_path)
+    for k, found, others in ((1, "25.0", "25.0"), (2, "50.0", "50.0"), (4, "50.0", "50.0"), (8, "75.0", "100.0")):
+        line = f"| k={k} | {found} % [{found}, {found}] | {others} % [{others}, {others}] |"
         assert line in page, f"{line!r} is missing from\n{page}"
-    assert "| layers | 75.0 % | 100.0 % |" in page
-    assert "| layers | 0.0 % | 25.0 % |" in page
-    assert "the same channel in 75.0 % of the layers" in page
+    assert "| layers | 75.0 % [75.0, 75.0] | 100.0 % [100.0, 100.0] |" in page
+    assert "| layers | 0.0 % [0.0, 0.0] | 25.0 % [25.0, 25.0] |" in page
+    assert "the same channel in 75.0 % [75.0, 75.0] of the layers" in page
 
 
-def test_the_command_measures_every_layer(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_an_interval_is_that_of_windows_that_disagree(tmp_path: pathlib.Path):
+    """In the last layer, channel 39 is no prediction and has the larger mean, but not in the second window."""
+    divided = Rivals((30, 39), ((1.0, 3.0), (1.5, 0.5)))
+    keys = (*rivals(0, 11, 27), divided)
+    page = written(report_of(TextChannels("one.txt", keys, rivals(0, 0, 0, 0), rivals(0, 0, 0, 0))), tmp_path)
+    assert "| k=8 | 75.0 % [75.0, 100.0] |" in page
+    assert "| k=2 | 50.0 % [50.0, 75.0] |" in page
+
+
+def test_rivals_are_the_channels_that_some_weights_of_the_windows_may_make_the_largest():
+    magnitudes = np.asarray([[5, 1, 4, 3, 0], [1, 5, 3, 4, 0]], np.float32)
+    found = Rivals.of(magnitudes)
+    assert found.channels == (0, 1, 2, 3), "channel 4 is exceeded everywhere; the others each have a window where none of the rest are"
+    assert Rivals.of(magnitudes[:1]).channels == (0,)
+    weights = np.random.default_rng(0).dirichlet([1, 1], 200)
+    np.testing.assert_array_equal(found.largest(weights), (weights @ magnitudes).argmax(axis=1))
+    assert set(found.largest(weights)) == {0, 1, 2, 3}
+    assert (Rivals.of(magnitudes[:, ::-1]).largest(weights) != found.largest(weights)).any(), "other channels have other numbers"
+
+
+def test_the_command_measures_every_layer(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Windows of 32 tokens; the mean over them is that of `kvq doctor`, which reads all of them at once."""
+    monkeypatch.setattr(outlier_channels, "WINDOW", 32)
     file = tmp_path / "outlier_channels.json"
     outlier_channels.main([f"--json={file}", "--texts", str(PASSAGE), "--tokens=64"])
-    (text,) = OutlierChannelsReport.read(file).texts
-    assert len(text.channels) == len(text.places) == 4
-    assert all(0 <= channel < 128 for channel in text.channels)
-    assert text.places[0] == 1, "the first layer of this model was wired so that one direction of keys has all the size"
+    report = OutlierChannelsReport.read(file)
+    (text,) = report.texts
+    assert len(text.keys) == len(report.predicted) == 4
+    assert all(len(layer.magnitudes) == 2 for side in (text.keys, text.latent_k, text.latent_v) for layer in side)
+    assert report.predicted[0][0] == text.keys[0].largest(np.ones((1, 2)) / 2), (
+        "the first layer of this model was wired so that one direction of keys has all the size"
+    )
+    llama, tokenizer = load_llama(EMBEDDED, dtype="float32")
+    rows = first_tokens(tokenizer, PASSAGE, 64).reshape(2, 32)
+    parts = [[decompose(np.asarray(p.kernel[...])).u for p in (layer.k_proj, layer.v_proj)] for layer in llama.layers]
+    for layer, wanted in enumerate(layer_magnitudes(llama, rows, iter(parts))):
+        for side in ("keys", "latent_k", "latent_v"):
+            rivals, magnitudes = getattr(text, side)[layer], getattr(wanted, side)
+            assert rivals.largest(np.ones((1, 2)) / 2) == magnitudes.argmax(), (layer, side)
+            np.testing.assert_allclose(np.mean(rivals.magnitudes, axis=0), magnitudes[list(rivals.channels)], rtol=1e-4)
+            assert rivals.magnitudes[0] != rivals.magnitudes[1], "the windows are of different text"
     with pytest.raises(SystemExit):
         outlier_channels.main([f"--json={file}", "--texts", str(PASSAGE), "--tokens=1000000"])
     assert "passage.txt must have 1000000 tokens" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import kvq_jax as kvq
 from benchmarks import results_page
 from benchmarks.cpu import squat_prefill
 from benchmarks.cpu.timing import CpuReport
+from benchmarks.markdown import with_interval
 from benchmarks.quality import squat_subspace
 from benchmarks.quality.squat_subspace import before_rope, deviations, layer_inputs, score_error, tokens_of
 from benchmarks.quality.squat_subspace_report import Prediction, ScoreError, SubspaceReport, draw
@@ -103,31 +104,53 @@ def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp
     assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
     draw(report).savefig(tmp_path / "plot.png")
     page = results_page.render(tmp_path)["squat_subspace.md"]
-    assert f"{report.ratio('squat', 5, 1e-3):.2f}" in page
-    assert f"{report.deviation('prompt', False)[0]:.2f}" in page
-    assert f"| {report.layer_ratios('squat', 5, 1e-3)[7]:.2f} |" in page
+    for found in (report.ratio("squat", 5, 1e-3), report.deviation("prompt", False)[0], report.layer_ratios("squat", 5, 1e-3)[7]):
+        assert found.interval.low < found.value < found.interval.high
+        assert f"| {with_interval(*found, '.2f')} |" in page
     assert "nats of" not in page, "no caches were read"
-    read = dataclasses.replace(report, predictions=(Prediction("kivi", 100, 1.25),))
+    read = dataclasses.replace(report, predictions=(Prediction("kivi", 100, (1.0, 1.5)),))
     read.write(tmp_path / "squat_subspace.json")
-    assert "| `kivi` | 1.250 |" in results_page.render(tmp_path)["squat_subspace.md"]
+    assert "| `kivi` | 1.250 [1.000, 1.500] |" in results_page.render(tmp_path)["squat_subspace.md"]
 
 
 def test_a_page_has_the_ratios_of_every_layer_and_none_of_caches_that_were_not_read(tmp_path: pathlib.Path):
-    errors = {(None, None): (1.0, 2.0), (5, 1e-3): (0.5, 3.0), (7, 1e-3): (0.25, 1.0)}
+    """Two layers in two windows. What makes the second window hard for both methods leaves no trace in the first layer's ratio."""
+    errors = {
+        (None, None): ((1.0, 3.0), (2.0, 2.0)),
+        (5, 1e-3): ((0.5, 1.5), (2.0, 4.0)),
+        (7, 1e-3): ((0.25, 0.75), (1.0, 1.0)),
+    }
     report = dataclasses.replace(
         SubspaceReport.read(RESULTS / "squat_subspace_smollm2.json"),
+        windows=2,
         score_ranks=(5, 7),
         lams=(1e-3,),
         errors=tuple(ScoreError("squat", rank, lam, layer, e) for (rank, lam), both in errors.items() for layer, e in enumerate(both)),
         predictions=(),
     )
-    assert report.layer_ratios("squat", 5, 1e-3) == {0: 0.5, 1: 1.5}
-    assert report.ratio("squat", 7, 1e-3) == pytest.approx((0.25 * 0.5) ** 0.5)
+    assert report.layer_ratios("squat", 5, 1e-3) == {0: (0.5, (0.5, 0.5)), 1: (1.5, (1.0, 2.0))}
+    assert report.ratio("squat", 7, 1e-3).value == pytest.approx((0.25 * 0.5) ** 0.5)
+    assert report.ratio("squat", 5, 1e-3).interval == pytest.approx(((0.5 * 1.0) ** 0.5, (0.5 * 2.0) ** 0.5))
     report.write(tmp_path / "squat_subspace_other.json")
     page = results_page.render(tmp_path)["squat_subspace_other.md"]
-    assert "| rank 5, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.50 |\n| 1 | 1.50 |" in page
-    assert "| rank 7, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.25 |\n| 1 | 0.50 |" in page
+    assert "| rank 5, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.50 [0.50, 0.50] |\n| 1 | 1.50 [1.00, 2.00] |" in page
+    assert "| rank 7, lam 0.001: layer | squat |\n| --- | --- |\n| 0 | 0.25 [0.25, 0.25] |\n| 1 | 0.50 [0.50, 0.50] |" in page
     assert "nats of" not in page
+
+
+def test_every_window_has_a_response_of_its_own_and_keeps_its_numbers(tmp_path: pathlib.Path):
+    """The first of two windows has the numbers that it has alone; the second one has others."""
+    sizes = ["--text", str(squat_subspace.ROOT / PASSAGE), "--prompt", "32", "--response", "32", "--rank", "5", "--lam", "0.001"]
+    for windows in (1, 2):
+        squat_subspace.main([*sizes, "--windows", str(windows), "--predicted", "2", "--json", str(tmp_path / f"{windows}.json")])
+        assert (tmp_path / f"{windows}.png").exists()
+    one, two = (SubspaceReport.read(tmp_path / f"{windows}.json") for windows in (1, 2))
+    for alone, both in zip((*one.errors, *one.deviations), (*two.errors, *two.deviations), strict=True):
+        assert dataclasses.replace(both, windows=both.windows[:1]) == alone
+        assert len(both.windows) == 2
+    assert all(row.windows[0] != row.windows[1] for row in two.errors)
+    assert [len(row.window_nats) for row in two.predictions] == [2] * len(squat_subspace.CACHES)
+    assert [row.tokens for row in two.predictions] == [62] * len(squat_subspace.CACHES)
 
 
 @pytest.mark.parametrize(
