@@ -150,7 +150,7 @@ def page(report: SimilarityReport, file: pathlib.Path) -> str:
 
 
 def _cells(found: Sequence[Estimate]) -> list[str]:
-    return [with_interval(*one, ".2f") for one in found]
+    return [with_interval(*one, ".3f") for one in found]
 
 
 def draw(report: SimilarityReport) -> Any:
@@ -160,7 +160,7 @@ def draw(report: SimilarityReport) -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
     layers = [pair.layer for pair in report.pairs]
     for axis, (field, name) in zip(axes, FIELDS.items(), strict=True):
         for kind, found in zip(report.kinds, zip(*report.of_layers(field), strict=True), strict=True):

@@ -34,8 +34,10 @@ from benchmarks.quality.squat_subspace_report import LAMS, PAPERS, SCORE_RANKS, 
 from benchmarks.quality.study import model_words, run_study, shown, study_parser
 from benchmarks.report_file import header
 from kvq_jax.methods.squat import subspace
+from kvq_jax.types.array_types import PositionsBT, ValidBT
+from kvq_jax.types.rope import Rope
 from kvq_models import Llama, Sampling, generate, load_llama, prefill, score
-from kvq_models.llama.model import causal_attention
+from kvq_models.llama.model import HiddenBTD, Layer, causal_attention
 from kvq_models.llama.rope import rope_for
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -69,10 +71,16 @@ def layer_inputs(llama: Llama, tokens: Int[np.ndarray, " T"]) -> list[kvq.LayerI
     hidden = llama.embed_tokens(jnp.asarray(tokens, jnp.int32)[None])
     found = []
     for layer in llama.layers:
-        inputs = layer.attention_inputs(hidden, positions, valid, rope)
-        hidden = layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid))
+        inputs, hidden = _layer(layer, hidden, positions, valid, rope)
         found.append(inputs)
     return found
+
+
+@jax.jit
+def _layer(layer: Layer, hidden: HiddenBTD, positions: PositionsBT, valid: ValidBT, rope: Rope) -> tuple[kvq.LayerInputs, HiddenBTD]:
+    """Return what attention sees in a layer, and the layer's output."""
+    inputs = layer.attention_inputs(hidden, positions, valid, rope)
+    return inputs, layer.finish(hidden, causal_attention(inputs.q_rot, inputs.k_rot, inputs.v, valid))
 
 
 def tokens_of(inputs: kvq.LayerInputs, start: int, stop: int) -> kvq.LayerInputs:
@@ -97,14 +105,15 @@ def score_error(queries: Float[Array, "1 N R H"], keys: Float[Array, "1 K T H"],
     return float(jnp.mean(jnp.abs(jnp.einsum("krh,kth->krt", grouped, (coded - keys)[0])))) / head_dim**0.5
 
 
-def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H"], heads: int) -> Float[np.ndarray, " H"]:
+@functools.partial(jax.jit, static_argnames="heads")
+def deviations(spanning: Float[Array, "1 N T H"], queries: Float[Array, "1 N R H"], heads: int) -> Float[Array, " H"]:
     """Mean deviation of `queries`, normalized, from the subspaces of rank 1, 2, ... H of `spanning`; both of the same KV heads."""
     matrix = subspace.gram(spanning, jnp.ones((1, spanning.shape[2]), bool), heads)
     _, vectors = subspace.directions(matrix, matrix.shape[-1])
     grouped = queries.reshape(heads, -1, queries.shape[-1])
     unit = grouped / jnp.linalg.norm(grouped, axis=-1, keepdims=True)
     inside = jnp.cumsum(jnp.square(jnp.einsum("kth,khr->ktr", unit, vectors[0])), axis=-1)
-    return np.asarray(jnp.mean(jnp.sqrt(jnp.maximum(1 - inside, 0)), axis=(0, 1)))
+    return jnp.mean(jnp.sqrt(jnp.maximum(1 - inside, 0)), axis=(0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +170,7 @@ def layer_deviations(
     for rope in (False, True):
         for source, given in sources.items():
             spanning, queries = (i.q_rot if rope else before_rope(i).q_rot for i in (given, response))
-            found = deviations(spanning, queries, heads)
+            found = np.asarray(deviations(spanning, queries, heads))
             yield (source, rope), tuple(round(float(found[rank - 1]), 5) for rank in RANKS if rank <= len(found))
 
 

@@ -72,7 +72,7 @@ def test_a_mean_of_layers_has_the_interval_of_their_windows(tmp_path: pathlib.Pa
     )
     report.write(tmp_path / "layer_similarity.json")
     page = results_page.render(tmp_path)["layer_similarity.md"]
-    for line in ("| mean | 0.48 [0.48, 0.48] |", "| mean from 3 on | 0.70 [0.70, 0.70] |", "| 3 | 0.70 [0.60, 0.80] |"):
+    for line in ("| mean | 0.480 [0.480, 0.480] |", "| mean from 3 on | 0.700 [0.700, 0.700] |", "| 3 | 0.700 [0.600, 0.800] |"):
         assert line in page, f"{line!r} is missing from\n{page}"
     alone = dataclasses.replace(report, windows=1, pairs=tuple(dataclasses.replace(p, cosines=p.cosines[:1]) for p in pairs))
     assert with_interval(*alone.means("cosines", 3)[0], ".2f") == "0.70", "one window has no interval"
