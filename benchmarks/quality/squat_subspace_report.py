@@ -103,8 +103,9 @@ def page(report: SubspaceReport, file: pathlib.Path) -> str:
     said = (
         f"Model: {report.model}, {report.windows} windows of {report.prompt_tokens} tokens of {report.text}, each followed by "
         f"{report.response_tokens} that it wrote without quantization. Another part is of the same text, another text is "
-        f"{report.other_text}. Errors are means of the windows before they are divided; all numbers are means of the layers, and the file "
-        "has those of each layer. Brackets hold 95 % bootstrap intervals over the windows, the same ones for SQuat and KIVI."
+        f"{report.other_text}. Errors are means of the windows before they are divided; all numbers are means of the layers, of ratios "
+        "geometric ones, and the file has those of each layer. Brackets hold 95 % bootstrap intervals over the windows, the same ones for "
+        "SQuat and KIVI."
     )
     parts = [
         *head(report, file, said),
@@ -115,7 +116,7 @@ def page(report: SubspaceReport, file: pathlib.Path) -> str:
         "Squat's scores are of queries and keys after RoPE, squat_pre's of keys that were coded before it and then rotated.",
     ]
     for setting in report.settings():
-        lines = ((str(rank), *_cells([report.ratio(setting, rank, lam) for lam in report.lams])) for rank in report.score_ranks)
+        lines = ((str(rank), *_cells([report.ratio(setting, rank, lam) for lam in report.lams], ".3f")) for rank in report.score_ranks)
         parts.append(table((f"{setting}: rank", *(f"lam {lam:g}" for lam in report.lams)), lines))
     parts.append("## The same by layer")
     parts += [_by_layer(report, rank) for rank in report.score_ranks if rank > 1]
@@ -136,8 +137,8 @@ def _by_layer(report: SubspaceReport, rank: int) -> str:
     return table((f"rank {rank}, lam {PAPERS:g}: layer", *settings), lines)
 
 
-def _cells(found: list[Estimate]) -> list[str]:
-    return [with_interval(*one, ".2f") for one in found]
+def _cells(found: list[Estimate], format: str = ".2f") -> list[str]:
+    return [with_interval(*one, format) for one in found]
 
 
 def draw(report: SubspaceReport) -> Any:

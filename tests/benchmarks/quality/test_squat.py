@@ -104,9 +104,10 @@ def test_committed_numbers_are_read_as_they_were_written_drawn_and_tabulated(tmp
     assert SubspaceReport.read(tmp_path / "squat_subspace.json") == report
     draw(report).savefig(tmp_path / "plot.png")
     page = results_page.render(tmp_path)["squat_subspace.md"]
-    for found in (report.ratio("squat", 5, 1e-3), report.deviation("prompt", False)[0], report.layer_ratios("squat", 5, 1e-3)[7]):
+    ratio, deviation, layer = report.ratio("squat", 5, 1e-3), report.deviation("prompt", False)[0], report.layer_ratios("squat", 5, 1e-3)[7]
+    for found, format in ((ratio, ".3f"), (deviation, ".2f"), (layer, ".2f")):
         assert found.interval.low < found.value < found.interval.high
-        assert f"| {with_interval(*found, '.2f')} |" in page
+        assert f"| {with_interval(*found, format)} |" in page
     assert "nats of" not in page, "no caches were read"
     read = dataclasses.replace(report, predictions=(Prediction("kivi", 100, (1.0, 1.5)),))
     read.write(tmp_path / "squat_subspace.json")
