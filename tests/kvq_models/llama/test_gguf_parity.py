@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not SMOLLM2.is_here, reason=f"{SMOLLM2.title} is
 TOLERANCE = 1e-4
 TOKENS = 64
 PASSAGE = pathlib.Path(kvq_tools.cli.__file__).parent / "passage.txt"
-# no numbers but 0 to 9: transformers does not read `tokenizer.ggml.pre`, by which this model has every other number alone as well
+# no numbers but 0 to 9: transformers does not read tokenizer.ggml.pre, by which any other number stands alone as well
 MIXED = """# Prices in 2024, in €
 
 | item | price |
