@@ -51,8 +51,13 @@ def channel_scale(ref: Any, layout: PlaneLayout, chunk: int, tile: Tile, group: 
 
 
 def for_tokens(scale: Float[Array, "groups 1 W"], rows: int) -> Float[Array, "rows W"]:
-    """Repeat the scales, or zero points, of groups of tokens for each word row."""
+    """Repeat the scales, or zero points, of groups of tokens for each word row.
+
+    A single group is repeated as two: a reshape that only drops an axis does not keep newer Triton from giving words the layout of a dot's
+    operand as they are loaded, in which it loads them one at a time (docs/decisions.md).
+    """
     groups, _, width = scale.shape
+    groups = max(groups, 2)
     return jnp.broadcast_to(scale, (groups, rows // groups, width)).reshape(rows, width)
 
 
