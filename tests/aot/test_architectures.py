@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble, main_loop
-from benchmarks.machine_code.target import ARCHITECTURES, B200, L40S, Target
+from benchmarks.machine_code.target import ARCHITECTURES, B200, L40, Target
 from benchmarks.machine_code.tools import missing
 from pallas_kernels.decode_attention.kernel import decode_attention
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
@@ -41,7 +41,7 @@ def tuning_on(target: Target, readers: tuple[Reader, Reader], monkeypatch: pytes
 @pytest.mark.parametrize("spec", FORMATS)
 @pytest.mark.parametrize("target", ARCHITECTURES, ids=lambda target: target.name)
 def test_all_programs_of_a_launch_run_at_a_time(target, spec, monkeypatch):
-    if spec == "dense" and target not in (L40S, B200):
+    if spec == "dense" and target not in (L40, B200):
         pytest.skip("dense rows are compiled where a multiprocessor has least shared memory, and on the newest")
     formats = FORMATS[spec]
     readers = reader_of(formats[0], CHANNELS), reader_of(formats[1], CHANNELS)
