@@ -19,7 +19,7 @@ from jaxtyping import Int
 
 import kvq_jax as kvq
 from benchmarks import llama_8b
-from benchmarks.markdown import bracket, head, table
+from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.quality.bench import Bench, Wanted, add_arguments, words_of
 from benchmarks.quality.comparison import PLAIN
 from benchmarks.quality.report import Measured
@@ -179,7 +179,7 @@ def _line(row: OverviewRow) -> tuple[str, ...]:
         f"{row.stored_bits:.3f}",
         f"{row.cache_bytes / 2**30:.3f}",
         f"{row.ratio:.2f}",
-        f"{quality.kl:.5f}{bracket(quality.kl_interval, '.5f')}",
+        with_interval(quality.kl, quality.kl_interval, ".5f"),
         f"{quality.perplexity:.3f}{bracket(quality.perplexity_interval, '.2f')}",
         f"{quality.agreement:.2%}",
         f"{quality.stored_bits:.2f}",

@@ -116,9 +116,10 @@ A100_LIMITS: dict[str, Limits] = {
     "kivi, 2-bit, groups of 128 tokens, H 128, asm": {"loop_spills_allowed": True, "cap_spill_bytes": 2096},
 }
 NEWER = (0, 11)  # from this JAX on, with another Triton
-# What JAX 0.11.2 and 0.12 have of their own, 8 % above the larger count. Full-precision rows are taken apart and joined again by 128
-# permutations in a loop; keys before RoPE hold a few numbers more; 0.11.2 alone does not load weights ahead for a product p V of its own.
-# None of it is near the limit of memory but tables, which are bound by their instructions (docs/kernels.md).
+# What JAX 0.11.2 and 0.12 have of their own, 8 % above the larger count. Read in their PTX: full-precision rows are taken apart and joined
+# again by 128 permutations in a loop (0.12); symmetric InnerQ in array operations brings scales to their lanes by 32 exchanges and as many
+# permutations; a product p V of its own waits for the weights that it loads (0.11.2). KIVI before RoPE has the same instructions in another
+# order, of which ptxas spills more. Why tables before RoPE take more was not found out (docs/kernels.md).
 NEWER_LIMITS: dict[str, Limits] = {
     "dense, bf16, H 128, asm": {"cap_alu": 0.58},
     "dense, bf16, H 128, jnp": {"cap_alu": 0.58},

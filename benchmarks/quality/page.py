@@ -6,7 +6,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
-from benchmarks.markdown import bracket, head, table
+from benchmarks.markdown import bracket, head, table, with_interval
 from benchmarks.quality.comparison import PLAIN, VARIANTS
 from benchmarks.quality.report import QualityReport, QualityRow
 
@@ -87,7 +87,7 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
         ("spec", lambda row: f"`{row.cache}`"),
         ("stored bits", lambda row: f"{row.stored_bits:.2f}"),
         ("the paper's count", lambda row: "" if row.paper_bits is None else f"{row.paper_bits:.2f}"),
-        ("KL", lambda row: f"{row.kl:.5f}{bracket(row.kl_interval, '.5f')}"),
+        ("KL", lambda row: with_interval(row.kl, row.kl_interval, ".5f")),
     ]
     against = next((row for row in rows if row.cells == report.against.get(title)), None)
     if against is not None:
@@ -105,7 +105,7 @@ def _list(report: QualityReport, title: str, rows: list[QualityRow]) -> str:
 
 
 def _fake(row: QualityRow | None) -> str:
-    return "" if row is None else f"{row.kl:.5f}{bracket(row.kl_interval, '.5f')}"
+    return "" if row is None else with_interval(row.kl, row.kl_interval, ".5f")
 
 
 def _ratio(row: QualityRow, against: QualityRow) -> str:
@@ -113,7 +113,7 @@ def _ratio(row: QualityRow, against: QualityRow) -> str:
     interval = row.kl_ratio(against)
     if row.cells == against.cells or math.isnan(interval.low) or row.kl < NO_ERROR:
         return ""
-    return f"{row.kl / against.kl:.2f}{bracket(interval, '.2f')}"
+    return with_interval(row.kl / against.kl, interval, ".2f")
 
 
 def _side_by_side(rows: list[QualityRow], variants: list[str]) -> Iterable[tuple[str, ...]]:
@@ -132,4 +132,4 @@ def _grid(heads: tuple[str, ...], rows: list[QualityRow], variant: str) -> str:
 
 
 def _cell(row: QualityRow) -> str:
-    return f"{row.perplexity:.2f} ({row.kl:.4f}{bracket(row.kl_interval, '.4f')})"
+    return f"{row.perplexity:.2f} ({with_interval(row.kl, row.kl_interval, '.4f')})"

@@ -64,5 +64,5 @@ class RunsCodec(OneSideCodec):
 def calibrated(params: Tree) -> Tree:
     """Return the parameters as they are. Raises ValueError where there are none."""
     if not params:
-        raise ValueError("channels of several widths need a calibration: kvq.prepare_layer or kvq_models.prepare attaches it")
+        raise ValueError("waterfill needs calibrated channels: kvq.prepare_layer or kvq_models.prepare attaches them")
     return params

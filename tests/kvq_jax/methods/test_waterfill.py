@@ -109,6 +109,12 @@ def test_no_channel_of_five_bits_or_more_is_clipped(width: int):
     assert clipped.all() if width < 5 else not clipped.any(), f"{clipped.mean():.0%} are clipped"
 
 
+@pytest.mark.parametrize("codec", [KeyCodec(RunFormat(WIDTH, BLOCK, WIDTHS)), ValueCodec(RunFormat(WIDTH, BLOCK, WIDTHS))])
+def test_rows_without_a_calibration_are_refused_by_the_method_s_name(codec: KeyCodec | ValueCodec):
+    with pytest.raises(ValueError, match=r"waterfill needs calibrated channels: kvq.prepare_layer or"):
+        codec.quantize((), (), jnp.zeros((1, HEADS, BLOCK, WIDTH)), prefill=True)
+
+
 def test_pairs_are_sorted_by_their_fisher_information_and_have_a_variance_of_one():
     rows, gradients = correlated(5), correlated(6)
     params = fit.keys(rows, gradients)
