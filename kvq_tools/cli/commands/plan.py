@@ -72,8 +72,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def budget(text: str) -> float | int:
     """Parse --budget: bits as a float, bytes as an int."""
-    found = _BITS.fullmatch(text.strip())
-    return float(found[1]) if found else inputs.byte_size(text)
+    if found := _BITS.fullmatch(text.strip()):
+        return float(found[1])
+    try:
+        return inputs.byte_size(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a budget; write 2.5bits, 600MiB or a number of bytes") from None
 
 
 def run(options: argparse.Namespace) -> None:

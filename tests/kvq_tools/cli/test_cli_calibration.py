@@ -279,7 +279,9 @@ def test_a_plan_fits_its_budget_and_is_the_cache_that_the_calibration_decides(mo
     assert f"--cache '{by_bits['chosen']}'" in text
 
 
-@pytest.mark.parametrize(("budget", "message"), [("1KiB", "no cache fits 1.00 KiB"), ("0.2bits", "bits=0.2"), ("much", "much")])
+@pytest.mark.parametrize(
+    ("budget", "message"), [("1KiB", "no cache fits 1.00 KiB"), ("0.2bits", "bits=0.2"), ("2.5bots", "write 2.5bits, 600MiB")]
+)
 def test_a_plan_without_a_cache_is_one_line(model, tmp_path, run, budget, message):
     out = tmp_path / "w.safetensors"
     assert run(*request(model, out, spec="waterfill:block=16,sink=1"))[0] == 0
