@@ -208,20 +208,13 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
 
 
 def append_token(
-    plan: LayerPlan, state: LayerState, rows: Sequence[RowsBKTH], start: LengthsB, total: LengthsB, chosen: Chosen
+    plan: LayerPlan, params: Tree, state: LayerState, rows: Sequence[RowsBKTH], start: LengthsB, total: LengthsB, chosen: Chosen
 ) -> tuple[LayerState | None, tuple[bool, ...]]:
     """Return the state with the token in the windows that each row has where total > start, and which bodies have what leaves them: in
-    place and in one launch, in which the new row is written before blocks are read. None and none where no fused kernels are chosen."""
+    place and in one launch. None and none where no fused kernels are chosen."""
     if not isinstance(chosen, Launch):
         return None, (False,) * len(plan.codecs)
-    regions = plan.regions
-    full_ring = regions.ring_slots == regions.recent + regions.block and regions.recent > 0  # which holds what leaves beside the new token
-    serves = full_ring and plan.cross_layer is None and regions.body_capacity > 0
-    jobs = [codec.kernel_job(stats, prefill=False) if serves else None for codec, stats in zip(plan.codecs, state.stats, strict=True)]
-    fused = _fused()
-    jobs = [job if job is not None and regions.ring_slots % fused.tokens_at_once(job) == 0 else None for job in jobs]
-    written = tuple(job is not None or fused.leaves_at_once(plan, codec) for codec, job in zip(plan.codecs, jobs, strict=True))
-    return fused.append_token(plan, state, rows, start, total, jobs, chosen), written
+    return _fused().append_token(plan, params, state, rows, start, total, chosen)
 
 
 def _fused() -> types.ModuleType:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.codecs.base import Codec, KernelJob
+from kvq_jax.codecs.base import Codec, KernelJob, KernelWriter
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
@@ -26,11 +27,12 @@ from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
-from pallas_kernels.quantize.kernel import Packed, quantize_rows
+from pallas_kernels.quantize.blocks import GroupedBlocks
+from pallas_kernels.quantize.kernel import quantize_rows
+from pallas_kernels.quantize.rounding import Job
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
-from pallas_kernels.tiles.layout import SPAN
 
 BodyArguments: TypeAlias = tuple[Float[Array, "B K R H"], tuple[Reader, Sequence[Array]], tuple[Reader, Sequence[Array]], Int[Array, " B"]]
 
@@ -134,22 +136,11 @@ def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> Gr
     return GroupedArray(packed.words, packed.scale, packed.zero, format)
 
 
-def tokens_at_once(job: KernelJob) -> int:
-    """Return the tokens that a program of the kernel quantizes, which lie in the ring without a gap."""
-    return job.format.group_size if job.format.axis == "tokens" else SPAN
-
-
 def append_token(
-    plan: LayerPlan,
-    state: LayerState,
-    rows: Sequence[RowsBKTH],
-    start: LengthsB,
-    total: LengthsB,
-    jobs: Sequence[KernelJob | None],
-    launch: Launch,
-) -> LayerState:
-    """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in each body
-    whose codec has a job."""
+    plan: LayerPlan, params: Tree, state: LayerState, rows: Sequence[RowsBKTH], start: LengthsB, total: LengthsB, launch: Launch
+) -> tuple[LayerState, tuple[bool, ...]]:
+    """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in the bodies
+    whose blocks a kernel writes; and which ones these are."""
     regions, block = plan.regions, plan.regions.block
     first = regions.body(start)
     leaving = regions.body(total) > first
@@ -157,26 +148,39 @@ def append_token(
         leaving &= regions.holds(first)
     places = Places(start, total > start, first, regions.held_index(first), leaving)
     sides, specs = [], [codec.body(1, 1, block) for codec in plan.codecs]
-    for side, (codec, job) in enumerate(zip(plan.codecs, jobs, strict=True)):
-        blocks = Rows(load_body(specs[side], state.body[side])) if leaves_at_once(plan, codec) else None
-        if job is not None:
-            stored = load_body(specs[side], state.body[side])
-            packed = Packed(stored.words, stored.scale, stored.zero)
-            blocks = Blocks(packed, _grouped_reader(codec), job.scheme, job.format.bits, job.divisor)
+    for side, codec in enumerate(plan.codecs):
+        blocks, stored = None, load_body(specs[side], state.body[side])
+        if leaves_at_once(plan, codec):
+            blocks = Rows(stored)
+        elif writer := _writer(plan, codec, params[side], state.stats[side], launch):
+            blocks = Blocks(jax.tree.leaves(stored), *writer)
         sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
     after = quantize_append.append_token(sides, places, block=block, launch=launch)
 
-    def body(side: int) -> Tree:
-        job, blocks = jobs[side], after[side].blocks
-        if isinstance(blocks, Rows):
-            return specs[side].store(blocks.body)
-        if job is None or blocks is None:
-            return state.body[side]
-        array = GroupedArray(blocks.body.words, blocks.body.scale, blocks.body.zero, job.format)
-        return jax.tree.map(lambda spec, array: spec.store(array), specs[side], array)
+    def body(spec: Tree, before: Tree, blocks: Blocks | Rows | None) -> Tree:
+        if blocks is None:
+            return before
+        arrays = [blocks.body] if isinstance(blocks, Rows) else blocks.body
+        return jax.tree.map(lambda spec, array: spec.store(array), spec, jax.tree.unflatten(jax.tree.structure(spec), arrays))
 
     sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))
-    return dataclasses.replace(state, sink=sink, ring=ring, body=(body(0), body(1)))
+    bodies = tuple(body(spec, before, side.blocks) for spec, before, side in zip(specs, state.body, after, strict=True))
+    return dataclasses.replace(state, sink=sink, ring=ring, body=bodies), tuple(side.blocks is not None for side in after)
+
+
+def _writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch) -> KernelWriter | None:
+    """Return what writes the blocks that leave into a codec's body; None where XLA does."""
+    regions = plan.regions
+    if plan.cross_layer is not None or not regions.body_capacity or regions.ring_slots != regions.recent + regions.block:
+        return None
+    job = codec.kernel_job(stats, prefill=False)
+    if job is None:
+        writer = codec.kernel_writer(params, stats)
+    else:
+        divisor = [] if job.divisor is None else [job.divisor.astype(jnp.float32)]
+        reader = _grouped_reader(codec)
+        writer = KernelWriter(GroupedBlocks(Job(reader, job.scheme, job.format.bits, bool(divisor), 1, launch.asm)), divisor)
+    return None if writer is None or regions.ring_slots % writer.blocks.unit else writer
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

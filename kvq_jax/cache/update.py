@@ -78,7 +78,7 @@ def append_layer(
     rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=False)]
     after, aged = None, (False, False)
     if not prefill and inputs.positions.shape[1] == 1:
-        after, aged = dispatch.append_token(plan, state, rows, start, total, chosen)
+        after, aged = dispatch.append_token(plan, params, state, rows, start, total, chosen)
     if after is None:
         held, in_ring = jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)), regions.ring_positions(total)
         sink = tuple(_refresh(slots, new, held, start, total, chosen) for slots, new in zip(state.sink, rows, strict=True))

@@ -30,6 +30,7 @@ from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, rotate
+from pallas_kernels.quantize.writer import BlockWriter
 
 Side = Literal["k", "v"]
 
@@ -40,6 +41,14 @@ class KernelJob(NamedTuple):
     format: GroupFormat
     scheme: Scheme
     divisor: Float[Array, "B K 1 H"] | None
+
+
+class KernelWriter(NamedTuple):
+    """What quantizes blocks of other formats, in the kernel that appends a token: a `BlockWriter` (pallas_kernels/quantize/writer.py), and
+    the arrays that it reads beside the rows, [B, K, ...], where an axis may be 1 long."""
+
+    blocks: BlockWriter
+    inputs: list[Array]
 
 
 class OutlierCounts(NamedTuple):
@@ -212,6 +221,11 @@ class Codec(abc.ABC):
 
     def kernel_job(self, stats: Tree, *, prefill: bool) -> KernelJob | None:
         """Return the job that `pallas_kernels.quantize.kernel` does in place of `quantize`; None where it cannot."""
+        return None
+
+    def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
+        """Return what writes blocks in a kernel where there is no `kernel_job`; None where XLA does. It writes the leaves of a body's tree
+        in their order."""
         return None
 
     # Properties that others ask for. A codec that wraps another passes these on; one that stores outliers must define `outlier_counts`.

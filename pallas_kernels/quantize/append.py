@@ -1,6 +1,6 @@
 """A new token enters a layer's windows and the block that leaves them is quantized into the body: one launch for keys and values.
 
-The arithmetic of blocks is that of kernel.py, program by program; only where rows are read and words are written differs. All arrays are
+What quantizes a block is a `BlockWriter` (writer.py): one for uniform groups (blocks.py), one for each of the other formats. All arrays are
 updated in place: what is not written keeps its memory, and where nothing leaves, one row of each window is all that is written.
 """
 
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.kernel import QUANTIZE_TUNING, Packed, channel_kernel, check_format, token_kernel
-from pallas_kernels.quantize.rounding import Job, Scheme
-from pallas_kernels.readers.grouped import GroupedReader
-from pallas_kernels.tiles.layout import SPAN
+from pallas_kernels.quantize.blocks import Source, View
+from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 
@@ -35,13 +34,12 @@ class Side(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A body and its quantizer; the last four are arguments of `quantize_rows`."""
+    """The arrays of a body, what quantizes blocks into them, and what that reads besides: [B, K, ...] all, 1 long where all rows of the
+    batch, or all heads, share an entry."""
 
-    body: Packed
-    reader: GroupedReader
-    scheme: Scheme
-    bits: int
-    divisor: Float[Array, "B K 1 H"] | None
+    body: Sequence[Array]
+    writer: BlockWriter
+    inputs: Sequence[Array] = ()
 
 
 class Rows(NamedTuple):
@@ -63,16 +61,16 @@ class Places(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The programs and arrays of one side. start, units: its programs, of which each quantizes `unit` tokens; sink, ring: their slots.
-    copies: the body takes the row as it is."""
+    """The programs and arrays of one side. start, programs: its programs, of which some `writer.programs` quantize a unit; sink, ring:
+    their slots. copies: the body takes the row as it is. new: a block holds the new token."""
 
     start: int
-    units: int
-    unit: int
+    programs: int
     sink: int
     ring: int
-    job: Job | None
+    writer: BlockWriter | None
     copies: bool
+    new: bool
     inputs: int
     stored: int
 
@@ -80,43 +78,39 @@ class _Work:
 def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: Launch = LAUNCH) -> tuple[Side, ...]:
     """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
 
-    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of what a program quantizes, a
-    group of tokens or SPAN of them, so that a block wraps only between two programs. The block that leaves does not hold the new token.
-    first, place: multiples of the block. Equations and exactness are
-    those of `quantize_rows`. A body of rows takes the new one at `place` where it leaves. Raises ValueError where the kernel cannot serve
-    the format, or a block does not fit the ring.
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of a writer's unit, so that a
+    block wraps only between two units. The block that leaves does not hold the new token, unless R is the block. first, place: multiples of
+    the block. Equations and exactness are those of the writers. A body of rows takes the new one at `place` where it leaves. Raises
+    ValueError where a writer cannot serve the format, or a block does not fit the ring.
     """
-    batch, heads, _, channels = sides[0].row.shape
+    batch, heads, _, _ = sides[0].row.shape
     works, inputs, stored, rows = list[_Work](), list[Array](), list[Array](), _new_rows(sides)
     start, warps = 0, 1
     for side in sides:
         given, kept, slots = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
-        unit, job = block, None
+        programs, writer = 1, None
         if isinstance(side.blocks, Rows):
             if block != 1:
                 raise ValueError(f"blocks of {block} tokens: a body of rows takes one token as it comes")
             kept.append(side.blocks.body)
         elif side.blocks is not None:
-            body, reader, scheme, bits, divisor = side.blocks
-            over_tokens = reader.axis == "tokens"
-            unit, job = reader.group if over_tokens else SPAN, Job(reader, scheme, bits, divisor is not None, 1, launch.asm)
-            if slots % unit or slots < block:
-                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {unit}")
-            check_format(side.ring[:, :, :block], reader, scheme, bits)
-            warps = max(warps, 1 if over_tokens else pl.next_power_of_2(pl.cdiv(channels, QUANTIZE_TUNING.warp_channels)))
-            given += [] if divisor is None else [divisor.astype(jnp.float32)]
-            kept += [*body.words, body.scale, *([] if body.zero is None else [body.zero])]
+            body, writer, given = side.blocks
+            if slots % writer.unit or slots < block:
+                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {writer.unit}")
+            writer.check(side.ring, block)
+            programs, warps = block // writer.unit * writer.programs, max(warps, writer.warps)
+            kept += body
         copies = isinstance(side.blocks, Rows)
-        works.append(_Work(start, block // unit, unit, side.sink.shape[2], slots, job, copies, len(given), len(kept)))
-        start, inputs, stored = start + works[-1].units, inputs + given, stored + kept
-    aliased = [whole_array_but(2, array, (0, 1)) for array in stored]
+        works.append(_Work(start, programs, side.sink.shape[2], slots, writer, copies, slots == block, len(given), len(kept)))
+        start, inputs, stored = start + programs, [*inputs, *given], stored + kept
+    aliased = [whole_array_but(1, array, (0,)) for array in stored]
     outputs = triton_call(
         functools.partial(_kernel, works=tuple(works), rows=len(rows)),
         name="append_token",
         grid=(batch, heads, start),
         in_specs=[
             *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(places),
-            *(whole_array_but(2, array, (0, 1)) for array in (*rows, *inputs)),
+            *(whole_array_but(1, array, (0,)) for array in (*rows, *inputs)),
             *aliased,
         ],
         out_specs=aliased,
@@ -142,87 +136,49 @@ def _by_side(arrays: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]
 
 
 def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
-    sink = [side.sink] if not side.sink.shape[2] else []
-    sink, ring, *body = [*sink, *arrays]
-    if side.blocks is None:
-        return side._replace(sink=sink, ring=ring)
-    if isinstance(side.blocks, Rows):
-        return side._replace(sink=sink, ring=ring, blocks=Rows(body[0]))
-    sets = len(side.blocks.body.words)
-    packed = Packed(tuple(body[:sets]), body[sets], None if side.blocks.body.zero is None else body[sets + 1])
-    return side._replace(sink=sink, ring=ring, blocks=side.blocks._replace(body=packed))
+    sink, ring, *body = [*([] if side.sink.shape[2] else [side.sink]), *arrays]
+    blocks = side.blocks
+    if isinstance(blocks, Rows):
+        blocks = Rows(body[0])
+    elif blocks is not None:
+        blocks = blocks._replace(body=body)
+    return side._replace(sink=sink, ring=ring, blocks=blocks)
 
 
 def _kernel(
     position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...], rows: int
 ) -> None:
-    # refs: the new rows, [sides, H] or [1, H] of each side; of each side the divisor [1, H] if any; then sink [E, H] if any, ring [R, H],
-    # the body's words [S / n, w], scale and zero of each side as they were; and these as they become
+    # refs: the new rows [K, sides, H], or [K, 1, H] of each side; of each side its inputs; then sink [K, E, H] if any, ring [K, R, H] and
+    # the body's arrays of each side as they were; and these as they become
     held = sum(work.stored for work in works)
     of_sides = _by_side(refs[rows : -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
-    program, position, new, leaving = pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
-    for side, (work, divisor, arrays) in enumerate(zip(works, *of_sides, strict=True)):
-        row = refs[side if rows == len(works) else 0].at[pl.ds(0 if rows == len(works) else side, 1), :]
-        sink = arrays[0] if work.sink else None
-        ring, *body = arrays[1:] if work.sink else arrays
-        writes = new & (program == work.start)
+    head, program, position, new, leaving = pl.program_id(1), pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
+    for side, (work, inputs, arrays) in enumerate(zip(works, *of_sides, strict=True)):
+        of_side = pl.ds(0 if rows == len(works) else side, 1)
+        row = View(refs[side if rows == len(works) else 0], lambda head, columns, of_side=of_side: (head, of_side, columns))
+        sink, ring, *body = arrays if work.sink else (None, *arrays)
+        writes, new_slot = new & (program == work.start), (position - work.sink) % work.ring
         if sink is not None:
 
             @pl.when(writes & (position < work.sink))
             def _(row=row, sink=sink) -> None:
-                sink[pl.ds(position, 1), :] = row[...]
+                sink[head, pl.ds(position, 1), :] = row[head, :]
 
         @pl.when(writes)  # of a token in the sink too, as XLA does it: where no token of the ring is yet
-        def _(row=row, ring=ring, work=work) -> None:
-            ring[pl.ds((position - work.sink) % work.ring, 1), :] = row[...]
+        def _(row=row, ring=ring, new_slot=new_slot) -> None:
+            ring[head, pl.ds(new_slot, 1), :] = row[head, :]
 
         if work.copies:
 
             @pl.when(leaving & (program == work.start))
             def _(row=row, body=body) -> None:
-                body[0][pl.ds(place_ref[0], 1), :] = row[...].astype(body[0].dtype)
+                body[0][head, pl.ds(place_ref[0], 1), :] = row[head, :].astype(body[0].dtype)
 
-        if work.job is not None:
+        if work.writer is not None:
             own = program - work.start  # outside of the branch, where an interpreted kernel knows it
 
-            @pl.when(leaving & (own >= 0) & (own < work.units))
-            def _(work=work, job=work.job, ring=ring, body=body, divisor=divisor, own=own) -> None:
-                at, slot = place_ref[0] + own * work.unit, (first_ref[0] + own * work.unit) % work.ring
-                words, scale, zero = (body[:-1], body[-1], None) if job.reader.centre is not None else (body[:-2], *body[-2:])
-                views, kernel = (_token_views, token_kernel) if job.reader.axis == "tokens" else (_channel_views, channel_kernel)
-                rows, *others = views(job, ring, words, scale, zero, at, slot)
-                kernel(rows, *divisor, *others, job=job)
-
-
-class _Moved:
-    """A ref that is indexed as kernel.py indexes the arrays of one group, in their place among all tokens."""
-
-    def __init__(self, ref: Any, place: Callable[..., tuple[Any, ...]]):
-        self._ref, self._place, self.dtype = ref, place, ref.dtype
-
-    def __getitem__(self, index: tuple[Any, ...]) -> Array:
-        return self._ref[self._place(*index)]
-
-    def __setitem__(self, index: tuple[Any, ...], value: Array) -> None:
-        self._ref[self._place(*index)] = value
-
-
-def _token_views(job: Job, ring: Any, words: Sequence[Any], scale: Any, zero: Any, at: Array, slot: Array) -> list[_Moved]:
-    """Return the views of a group that runs over tokens at..at + group - 1: arrays [1, group, H], [1, group / slots, w] and [1, H]."""
-    row, group = at // job.reader.layout.slots, at // job.reader.group
-    return [
-        _Moved(ring, lambda _, token, columns: (pl.ds(slot + token, 1), columns)),
-        *(_Moved(ref, lambda _, i, columns: (pl.ds(row + i, 1), columns)) for ref in words),
-        *(_Moved(ref, lambda _, columns: (pl.ds(group, 1), columns)) for ref in (scale, zero) if ref is not None),
-    ]
-
-
-def _channel_views(job: Job, ring: Any, words: Sequence[Any], scale: Any, zero: Any, at: Array, slot: Array) -> list[_Moved]:
-    """Return the views of a span of tokens whose groups run over channels: arrays [SPAN, H], [SPAN / slots, w] and [H / group, SPAN]."""
-    count = SPAN // job.reader.layout.slots
-    row = at // job.reader.layout.slots
-    return [
-        _Moved(ring, lambda tokens, columns: (pl.ds(slot + tokens.start, tokens.size), columns)),
-        *(_Moved(ref, lambda _, columns: (pl.ds(row, count), columns)) for ref in words),
-        *(_Moved(ref, lambda group, tokens: (group, pl.ds(at + tokens.start, tokens.size))) for ref in (scale, zero) if ref is not None),
-    ]
+            @pl.when(leaving & (own >= 0) & (own < work.programs))
+            def _(work=work, writer=work.writer, row=row, ring=ring, body=body, inputs=inputs, own=own, new_slot=new_slot) -> None:
+                before = lax.div(own, writer.programs) * writer.unit
+                source = Source(ring, (first_ref[0] + before) % work.ring, (new_slot, row) if work.new else None)
+                writer.write(lax.rem(own, writer.programs), head, source, place_ref[0] + before, inputs, body)

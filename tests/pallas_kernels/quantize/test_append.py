@@ -11,7 +11,9 @@ import pytest
 
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side, append_token
+from pallas_kernels.quantize.blocks import GroupedBlocks
 from pallas_kernels.quantize.kernel import Packed, quantize_rows
+from pallas_kernels.quantize.rounding import Job
 from tests.exhaustive import some
 from tests.pallas_kernels.lowering import lower_for_cuda
 from tests.pallas_kernels.quantize.test_quantize import CASES, INTERPRETED, QuantizeCase, divisor_of, reader_of, special_rows
@@ -38,11 +40,12 @@ def append(
     block: int | None = None,
 ):
     row, none = jnp.zeros_like(ring[:, :, :1]), jnp.zeros(len(ring), bool)
-    blocks = Blocks(body, reader_of(case.format), case.scheme, case.format.bits, divisor)
+    job = Job(reader_of(case.format), case.scheme, case.format.bits, divisor is not None, 1, launch.asm)
+    blocks = Blocks(jax.tree.leaves(body), GroupedBlocks(job), [] if divisor is None else [divisor])
     places = Places(first, none, first, first if place is None else place, leaving > 0)
     [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block or block_of(case), launch=launch)
     assert isinstance(side.blocks, Blocks)
-    return side.blocks.body
+    return jax.tree.unflatten(jax.tree.structure(body), side.blocks.body)
 
 
 @functools.partial(jax.jit, static_argnames=("case", "launch"))

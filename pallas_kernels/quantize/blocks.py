@@ -1,0 +1,108 @@
+"""What writers of blocks read and write in the kernel that appends a token (append.py), and the writer of uniform groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantize.kernel import QUANTIZE_TUNING, channel_kernel, check_format, token_kernel
+from pallas_kernels.quantize.rounding import Job
+from pallas_kernels.quantize.writer import BlockWriter
+from pallas_kernels.tiles.layout import SPAN
+
+
+class View:
+    """A ref that is indexed as if it were a part of it."""
+
+    def __init__(self, ref: Any, place: Callable[..., tuple[Any, ...]]):
+        self._ref, self._place, self.dtype = ref, place, ref.dtype
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Array:
+        return self._ref[self._place(*index)]
+
+    def __setitem__(self, index: tuple[Any, ...], value: Array) -> None:
+        self._ref[self._place(*index)] = value
+
+
+class Source:
+    """The rows of a unit: its token t lies in slot `slot + t` of the ring [K, R, H].
+
+    new: where the block holds the new token, the slot of it and its row, [1, columns] of each head. Another program writes that row into
+    the ring at this moment, so it is taken from where it comes.
+    """
+
+    def __init__(self, ring: Any, slot: Int[Array, ""], new: tuple[Int[Array, ""], View] | None):
+        self._ring, self._slot, self._new = ring, slot, new
+        self.heads, _, self.channels = ring.shape
+
+    def read(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
+        """Return rows in fp32. tokens: of the unit, an array of them or a slice `pl.ds`."""
+        several = isinstance(tokens, pl.Slice)
+        place = pl.ds(self._slot + tokens.start, tokens.size) if several else self._slot + tokens
+        rows = self._ring[head, place, columns].astype(jnp.float32)
+        if self._new is None:
+            return rows
+        slots = place.start + lax.broadcasted_iota(jnp.int32, (tokens.size,), 0) if several else place
+        new_slot, row = self._new
+        return jnp.where((slots == new_slot)[:, None], row[head, columns].astype(jnp.float32), rows)
+
+
+class _Rows:
+    """The rows of a source, indexed as kernel.py indexes those of a group of tokens [1, group, H] or of a span [SPAN, H]."""
+
+    def __init__(self, source: Source, head: Any):
+        self._source, self._head = source, head
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Array:
+        tokens, columns = index if len(index) == 2 else (pl.ds(index[1], 1), index[2])
+        return self._source.read(self._head, tokens, columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedBlocks(BlockWriter):
+    """Uniform groups, with the arithmetic of kernel.py; a unit is a group of tokens, or a span.
+
+    arrays: the words of each plane set [B, K, S / n, w], scale and, where the reader takes one, zero. inputs: the divisor [B, K, 1, H],
+    fp32, where the job has one.
+    """
+
+    job: Job
+
+    @property
+    def unit(self) -> int:
+        return self.job.reader.group if self._over_tokens else SPAN
+
+    @property
+    def warps(self) -> int:
+        return 1 if self._over_tokens else pl.next_power_of_2(pl.cdiv(self.job.reader.layout.channels, QUANTIZE_TUNING.warp_channels))
+
+    @property
+    def _over_tokens(self) -> bool:
+        return self.job.reader.axis == "tokens"
+
+    def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
+        check_format(ring[:, :, :block], self.job.reader, self.job.scheme, self.job.bits)
+
+    def write(self, program: Any, head: Any, source: Source, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+        divisor = [View(ref, lambda rows, columns: (head, rows, columns)) for ref in inputs]
+        views, kernel = (self._token_views, token_kernel) if self._over_tokens else (self._channel_views, channel_kernel)
+        kernel(_Rows(source, head), *divisor, *views(head, place, arrays), job=self.job)
+
+    def _token_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
+        """Return the views of a group of tokens: arrays [1, group / slots, w] and [1, H]."""
+        row, group, sets = place // self.job.reader.layout.slots, place // self.job.reader.group, len(self.job.reader.layout.sets)
+        words = [View(ref, lambda _, i, columns: (head, pl.ds(row + i, 1), columns)) for ref in arrays[:sets]]
+        return words + [View(ref, lambda _, columns: (head, pl.ds(group, 1), columns)) for ref in arrays[sets:]]
+
+    def _channel_views(self, head: Any, place: Any, arrays: Sequence[Any]) -> list[View]:
+        """Return the views of a span whose groups run over channels: arrays [SPAN / slots, w] and [H / group, SPAN]."""
+        slots, sets = self.job.reader.layout.slots, len(self.job.reader.layout.sets)
+        row, count = place // slots, SPAN // slots
+        words = [View(ref, lambda _, columns: (head, pl.ds(row, count), columns)) for ref in arrays[:sets]]
+        return words + [View(ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size))) for ref in arrays[sets:]]
