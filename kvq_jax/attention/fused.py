@@ -180,7 +180,7 @@ def _writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: La
         divisor = [] if job.divisor is None else [job.divisor.astype(jnp.float32)]
         reader = _grouped_reader(codec)
         writer = KernelWriter(GroupedBlocks(Job(reader, job.scheme, job.format.bits, bool(divisor), 1, launch.asm)), divisor)
-    return None if writer is None or regions.ring_slots % writer.blocks.unit else writer
+    return None if writer is None or regions.ring_slots % writer.blocks.run else writer
 
 
 def _grouped_reader(codec: Codec) -> GroupedReader:

@@ -78,8 +78,8 @@ class _Work:
 def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: Launch = LAUNCH) -> tuple[Side, ...]:
     """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
 
-    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of a writer's unit, so that a
-    block wraps only between two units. The block that leaves does not hold the new token, unless R is the block. first, place: multiples of
+    Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of a writer's run, so that a
+    block wraps only between two runs. The block that leaves does not hold the new token, unless R is the block. first, place: multiples of
     the block. Equations and exactness are those of the writers. A body of rows takes the new one at `place` where it leaves. Raises
     ValueError where a writer cannot serve the format, or a block does not fit the ring.
     """
@@ -95,8 +95,8 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
             kept.append(side.blocks.body)
         elif side.blocks is not None:
             body, writer, given = side.blocks
-            if slots % writer.unit or slots < block:
-                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {writer.unit}")
+            if slots % writer.run or slots < block:
+                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {writer.run}")
             writer.check(side.ring, block)
             programs, warps = block // writer.unit * writer.programs, max(warps, writer.warps)
             kept += body

@@ -31,7 +31,7 @@ class View:
 
 
 class Source:
-    """The rows of a unit: its token t lies in slot `slot + t` of the ring [K, R, H].
+    """The rows of a unit: its token t lies in slot (slot + t) mod R of the ring [K, R, H].
 
     new: where the block holds the new token, the slot of it and its row, [1, columns] of each head. Another program writes that row into
     the ring at this moment, so it is taken from where it comes.
@@ -42,13 +42,14 @@ class Source:
         self.heads, _, self.channels = ring.shape
 
     def read(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
-        """Return rows in fp32. tokens: of the unit, an array of them or a slice `pl.ds`."""
-        several = isinstance(tokens, pl.Slice)
-        place = pl.ds(self._slot + tokens.start, tokens.size) if several else self._slot + tokens
-        rows = self._ring[head, place, columns].astype(jnp.float32)
+        """Return rows in fp32. tokens: of the unit, an array of them, or a slice `pl.ds` of what lies in the ring without a gap."""
+        several, count = isinstance(tokens, pl.Slice), self._ring.shape[1]
+        first = self._slot + (tokens.start if several else tokens)
+        first = jnp.where(first < count, first, first - count)
+        rows = self._ring[head, pl.ds(first, tokens.size) if several else first, columns].astype(jnp.float32)
         if self._new is None:
             return rows
-        slots = place.start + lax.broadcasted_iota(jnp.int32, (tokens.size,), 0) if several else place
+        slots = first + lax.broadcasted_iota(jnp.int32, (tokens.size,), 0) if several else first
         new_slot, row = self._new
         return jnp.where((slots == new_slot)[:, None], row[head, columns].astype(jnp.float32), rows)
 

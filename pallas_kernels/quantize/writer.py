@@ -1,6 +1,6 @@
 """The protocol of what quantizes a block that leaves its ring, inside of the kernel that appends a token (append.py).
 
-A block is cut into units, runs of tokens that lie in the ring without a gap, and a unit is the work of one program or of several.
+A block is cut into units of neighbouring tokens, and a unit is the work of one program or of several.
 
 This module imports no Triton, so that code that only asks for a writer's type does not import the kernels.
 """
@@ -20,7 +20,12 @@ class BlockWriter(abc.ABC):
     @property
     @abc.abstractmethod
     def unit(self) -> int:
-        """Return the tokens of a unit. A block and the ring are whole units."""
+        """Return the tokens of a unit. A block is whole units."""
+
+    @property
+    def run(self) -> int:
+        """Return the tokens that must lie in the ring without a gap, a divisor of the unit: the ring is whole runs."""
+        return self.unit
 
     @property
     def programs(self) -> int:

@@ -14,8 +14,8 @@ from kvq_jax.arrays.grouped_array import resolve_group
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusScale
 from kvq_jax.arrays.uniform import saturation_limit
-from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import Codec, Side, side_rows
+from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
+from kvq_jax.codecs.base import Codec, KernelWriter, Side, side_rows
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
@@ -92,6 +92,9 @@ class PolarCodec(Codec):
         if f.radius_scale != "linear":
             return "square roots of radii; kernels read radii"
         return kernel_readers.polar(f.layout, f.angle_bits, f.group_size, f.scale_dtype, grouped_angles=f.grid == "grouped")
+
+    def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
+        return None if isinstance(self.kernel_reader(), str) else kernel_writers.polar(self.format)
 
     def native_body(self) -> Body | str:
         f = self.format

@@ -1,0 +1,47 @@
+"""Whole codes become words: the codes of a unit of tokens, chunk by chunk, in the layout of tiles/layout.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from pallas_kernels.tiles.layout import PlaneLayout
+
+
+def tokens_of_slot(layout: PlaneLayout, slot: int, tokens: int) -> Int[Array, " rows"]:
+    """Return which of a unit's tokens share a slot, in the order of the rows of words."""
+    run = layout.span // layout.slots
+    row = lax.broadcasted_iota(jnp.int32, (tokens // layout.slots,), 0)
+    return lax.div(row, run) * layout.span + slot * run + lax.rem(row, run)
+
+
+class CodeWriter:
+    """Packs codes of any width, for some columns of every chunk, and stores them when all are there.
+
+    words: of each plane set, refs [K, S / slots, tiles * W]. place: the unit's first token. first, columns: which columns of a chunk.
+    """
+
+    def __init__(self, layout: PlaneLayout, words: Sequence[Any], head: Any, place: Any, first: Any, columns: int):
+        self._layout, self._refs, self._head, self._place, self._first, self._columns = layout, words, head, place, first, columns
+        self._words: dict[tuple[int, int], Array] = {}
+
+    def add(self, slot: int, chunk: int, codes: Int[Array, "rows columns"]) -> None:
+        """Add the int32 codes of the tokens of a slot."""
+        low = 0
+        for plane_set, bits in enumerate(self._layout.sets):
+            field, tile = divmod(slot * self._layout.chunks + chunk, self._layout.tiles(bits))
+            part = ((codes >> low) & ((1 << bits) - 1)) << (bits * field)
+            before = self._words.get((plane_set, tile))
+            self._words[plane_set, tile] = part if before is None else before | part
+            low += bits
+
+    def store(self) -> None:
+        for (plane_set, tile), word in self._words.items():
+            at = lax.div(self._place, self._layout.slots)
+            rows, columns = pl.ds(at, word.shape[0]), pl.ds(tile * self._layout.width + self._first, self._columns)
+            self._refs[plane_set][self._head, rows, columns] = word.astype(jnp.int16)
