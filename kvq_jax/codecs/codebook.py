@@ -12,8 +12,8 @@ from kvq_jax.arrays.channel_groups import ChannelGroup
 from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
-from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import Side
+from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
+from kvq_jax.codecs.base import KernelWriter, Side
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.one_side import OneSideCodec
@@ -49,6 +49,10 @@ class CodebookCodec(OneSideCodec):
     def kernel_reader(self) -> Reader | str:
         f = self.format
         return kernel_readers.nonuniform(f.layout, f.group, scale_dtype=f.scale_dtype, pre_rope=self.pre_rope)
+
+    def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
+        levels = jnp.asarray(self.levels, jnp.float32)
+        return None if isinstance(self.kernel_reader(), str) else kernel_writers.table(self.format, levels, levels)
 
     def native_body(self) -> Body | str:
         f = self.format

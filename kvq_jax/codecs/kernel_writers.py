@@ -6,6 +6,12 @@ works without it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.polar_array import PolarFormat
 from kvq_jax.codecs.base import KernelWriter
 
@@ -15,3 +21,28 @@ def polar(format: PolarFormat) -> KernelWriter:
     from pallas_kernels.quantize.polar import PolarBlocks
 
     return KernelWriter(PolarBlocks(format.layout, format.angle_bits, format.group_size, format.cut == "gap", format.scale_dtype), [])
+
+
+def table(
+    format: CodebookFormat,
+    levels: Float[Array, " entries"],
+    values: Float[Array, " entries"],
+    *,
+    of_channels: Sequence[Float[Array, "K H"]] = (),
+    thresholds: Sequence[Float[Array, "..."]] = (),
+    per_side: int = 0,
+) -> KernelWriter:
+    """Return the writer of codes that index a table: the nearest of `levels`, read as the same of `values`.
+
+    of_channels: scale and zero point of channels, where the format stores none. thresholds: below and above which entries are outliers, of
+    channels [K, H] or of all [], where the format has slots; none where a token has `per_side` outliers on each side.
+    """
+    from pallas_kernels.quantize.outlier_slots import Slots
+    from pallas_kernels.quantize.table import TableBlocks
+
+    group, pool = format.group, format.pool
+    slots = None if pool is None else Slots(pool.tokens, pool.slots, pool.overflows)
+    given = [*of_channels, *(bound.reshape(1, 1) if bound.ndim == 0 else bound for bound in thresholds if pool)]
+    own = (group.channels, group.heads) if group else (None,)
+    writer = TableBlocks(format.layout, *own, scale_dtype=format.scale_dtype, slots=slots, per_side=0 if thresholds else per_side)
+    return KernelWriter(writer, [array.astype(jnp.float32)[None] for array in (levels[None], values[None], *given)])

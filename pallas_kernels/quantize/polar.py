@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.quantize.blocks import Source
-from pallas_kernels.quantize.rounding import fold
+from pallas_kernels.quantize.rounding import fold, saturation_limit
 from pallas_kernels.quantize.words import CodeWriter, tokens_of_slot
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.tiles.layout import SPAN, PlaneLayout
@@ -97,7 +97,7 @@ class PolarBlocks(BlockWriter):
 
         def pairs(tokens: Any, chunk: int) -> Polar:
             x, y = (source.read(head, tokens, pl.ds(at + chunk * p.width + first, columns)) for at in (0, p.chunks * p.width))
-            return to_polar(x, y, self._limit)
+            return to_polar(x, y, saturation_limit(self.scale_dtype))
 
         tiles = [[pairs(tokens_of_slot(p, slot, self.group), chunk) for slot in range(p.slots)] for chunk in range(p.chunks)]
         starts = self._starts(tiles, pairs) if self.in_gap else [jnp.zeros((columns,), jnp.float32)] * p.chunks
@@ -109,12 +109,6 @@ class PolarBlocks(BlockWriter):
             for ref, statistic in zip(statistics, (radii.step, radii.least, angles.step, angles.least), strict=True):
                 ref[head, group, pl.ds(chunk * p.width + first, columns)] = statistic.astype(ref.dtype)
         words.store()
-
-    @property
-    def _limit(self) -> float:
-        """Return the magnitude of what is quantized without saturating (`kvq_jax.arrays.uniform.saturation_limit`)."""
-        known = jnp.finfo(self.scale_dtype)
-        return float(known.max) / 2 * (1 - float(known.eps))
 
     def _starts(self, tiles: Sequence[Sequence[Polar]], pairs: Callable[[Any, int], Polar]) -> list[Float[Array, " columns"]]:
         """Return the angle at which the largest gap between a group's angles ends, the smallest such angle; 0 where none counts."""

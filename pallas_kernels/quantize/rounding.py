@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
 
 from pallas_kernels.readers.grouped import GroupedReader
@@ -52,9 +53,7 @@ class Job:
 
     @property
     def limit(self) -> float:
-        """Return the magnitude at which entries saturate: a group's range, its scale rounded up, must fit the stored dtype."""
-        known = jnp.finfo(self.reader.scale_dtype)
-        return float(known.max) / 2 * (1 - float(known.eps))
+        return saturation_limit(self.reader.scale_dtype)
 
     @property
     def near(self) -> float:
@@ -96,6 +95,12 @@ class Job:
         if not self.asm:
             return a * b + c
         return multiply_add(a, *(jnp.broadcast_to(jnp.asarray(n, jnp.float32), a.shape) for n in (b, c)), asm=True)
+
+
+def saturation_limit(dtype: DTypeLike) -> float:
+    """Return the magnitude at which entries saturate: a group's range, its scale rounded up, must fit the stored dtype."""
+    known = jnp.finfo(dtype)
+    return float(known.max) / 2 * (1 - float(known.eps))
 
 
 def is_plain(low: Array, high: Array, total: Array, limit: float) -> Bool[Array, ""]:

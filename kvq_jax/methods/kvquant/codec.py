@@ -20,8 +20,8 @@ from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
-from kvq_jax.codecs import kernel_readers, native_bodies
-from kvq_jax.codecs.base import OutlierCounts, Side
+from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
+from kvq_jax.codecs.base import KernelWriter, OutlierCounts, Side
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.one_side import OneSideCodec
@@ -165,6 +165,19 @@ class KVQuantCodec(OneSideCodec):
 
     def kernel_reader(self) -> Reader | str:
         return self._described(kernel_readers.nonuniform)
+
+    def kernel_writer(self, params: Tree, stats: Tree) -> KernelWriter | None:
+        if isinstance(self.kernel_reader(), str):
+            return None
+        fixed = self.per_channel or self.per_matrix  # thresholds
+        return kernel_writers.table(
+            self.format,
+            self._levels(params),
+            self._values(params),
+            of_channels=[params["scale"], params["zero"]] if self.per_channel else [],
+            thresholds=[params["lower"], params["upper"]] if fixed and self.format.pool else [],
+            per_side=self.per_side,
+        )
 
     def native_body(self) -> Body | str:
         return self._described(native_bodies.nonuniform)

@@ -1,0 +1,145 @@
+"""Outliers of a block are collected into the slots of their pool as the block leaves its ring (table.py).
+
+    index[p, e] = (t within the pool) * H + h,   residual[p, e] = x - x^,   ends[p, k] the first slot behind those of head k
+
+sorted by head, then token, then channel; what lies behind the last end is zero. Where a pool has more outliers than slots, the largest
+residuals are kept, of equal ones the first. These are the equations of `kvq_jax.arrays.sparse_outliers`.
+
+A program writes the slots of one head, and so counts the outliers of all: each of the K programs of a pool counts them anew. Which
+residuals are kept is found by bisection on their bits, where there are too many: up to 31 rounds, in which all are computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.tiles.layout import SPAN
+
+MOST_DROPPED = (1 << 16) - 1  # that 16 bits count
+_LARGEST = 0x7F800000  # bits of infinity, as of fp32: residuals are smaller
+_AT_ONCE = 128  # unused slots that a step clears
+
+Tile = Float[Array, "32 H"]
+Residuals = Callable[[Any, int], tuple[Bool[Array, "32 H"], Tile]]  # of a head, and of a span of the pool from this token on
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The slots of a pool: `tokens` that share `count`. overflows: they may have more outliers, which are counted in an array."""
+
+    tokens: int
+    count: int
+    overflows: bool
+
+
+def collect(slots: Slots, residuals: Residuals, head: Any, heads: int, channels: int, pool: Any, refs: Sequence[Any]) -> None:
+    """Write the slots of one head of a pool. refs: index [n, P], residual [n, P], ends [n, K] and, where slots overflow, dropped [n].
+
+    residuals gives the mask of outliers and x - x^, fp32, of a head's SPAN tokens.
+    """
+    index_ref, residual_ref, ends_ref, *dropped_ref = refs
+    spans = range(0, slots.tokens, SPAN)
+
+    def counted(least: Any) -> tuple[Array, Array]:
+        """Return how many outliers have residuals of more bits than these, in the heads before, and in all heads."""
+        return _over_heads(head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits > least))
+
+    before, total = counted(-1)
+    least, equal_before, kept_equal = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
+    if slots.overflows:
+        least = _least_kept(slots.count, total, lambda bits: counted(bits)[1])
+        before, larger = counted(least)
+        equal_before, _ = _over_heads(head, heads, lambda h: _count(residuals, h, spans, lambda bits: bits == least))
+        kept_equal = slots.count - larger
+        before = before + jnp.minimum(equal_before, kept_equal)
+        pl.when(head == 0)(functools.partial(_store_dropped, dropped_ref, pool, total - slots.count))
+    place, equals = before, equal_before
+    for span in spans:
+        mask, residual = residuals(head, span)
+        bits = _bits(residual)
+        kept = mask & (bits > least)
+        if slots.overflows:
+            equal = mask & (bits == least)
+            kept |= equal & (equals + _rank(equal) < kept_equal)
+            equals = equals + _sum(equal)
+        at = jnp.where(kept, place + _rank(kept), slots.count)  # beyond the slots for what has none
+        token, channel = (lax.broadcasted_iota(jnp.int32, mask.shape, axis) for axis in (0, 1))
+        largest = float(jnp.finfo(residual_ref.dtype).max)
+        plt.store(index_ref.at[pool, at], ((span + token) * channels + channel).astype(index_ref.dtype), mask=kept)
+        plt.store(residual_ref.at[pool, at], jnp.clip(residual, -largest, largest).astype(residual_ref.dtype), mask=kept)
+        place = place + _sum(kept)
+    ends_ref[pool, head] = place.astype(ends_ref.dtype)
+    pl.when(head == heads - 1)(functools.partial(_clear, slots.count, place, pool, (index_ref, residual_ref)))
+
+
+def _over_heads(head: Any, heads: int, count: Callable[[Any], Array]) -> tuple[Array, Array]:
+    """Return the sums of the counts of the heads before, and of all."""
+
+    def add(other: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        own = count(other)
+        return sums[0] + jnp.where(other < head, own, 0), sums[1] + own
+
+    return lax.fori_loop(0, heads, add, (jnp.int32(0), jnp.int32(0)))
+
+
+def _count(residuals: Residuals, head: Any, spans: Sequence[int], counts: Callable[[Array], Array]) -> Int[Array, ""]:
+    total = jnp.int32(0)
+    for span in spans:
+        mask, residual = residuals(head, span)
+        total = total + _sum(mask & counts(_bits(residual)))
+    return total
+
+
+def _least_kept(slots: int, total: Array, larger: Callable[[Array], Array]) -> Int[Array, ""]:
+    """Return the bits beyond which all residuals have a slot: the least b with larger(b) <= slots, or one with as many; -1 if all have."""
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + lax.div(high - low, 2)
+        count = larger(middle)
+        return jnp.where(count <= slots, jnp.where(count == slots, middle, low), middle + 1), jnp.where(count <= slots, middle, high)
+
+    too_many = (total > slots).astype(jnp.int32)
+    bounds = too_many - 1, too_many * (_LARGEST + 1) - 1
+    return lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, bounds)[1]
+
+
+def _bits(residual: Tile) -> Int[Array, "32 H"]:
+    """Return the bits of the magnitudes, which are ordered as they are."""
+    return lax.bitcast_convert_type(jnp.abs(residual), jnp.int32)
+
+
+def _rank(mask: Bool[Array, "32 H"]) -> Int[Array, "32 H"]:
+    """Return how many entries of the mask come before each, by token and then by channel."""
+    ones = mask.astype(jnp.int32)
+    of_tokens = jnp.sum(ones, axis=1)
+    return jnp.cumsum(ones, axis=1) - ones + (jnp.cumsum(of_tokens) - of_tokens)[:, None]
+
+
+def _sum(mask: Bool[Array, "32 H"]) -> Int[Array, ""]:
+    return jnp.sum(jnp.sum(mask.astype(jnp.int32), axis=1), axis=0)
+
+
+def _store_dropped(refs: Sequence[Any], pool: Any, count: Array) -> None:
+    [ref] = refs
+    ref[pool] = jnp.clip(count, 0, MOST_DROPPED).astype(ref.dtype)
+
+
+def _clear(slots: int, first: Array, pool: Any, refs: Sequence[Any]) -> None:
+    """Write zeros into the slots from `first` on."""
+
+    def step(i: Array, _: None) -> None:
+        at = first + i * _AT_ONCE + lax.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0)
+        for ref in refs:
+            plt.store(ref.at[pool, at], jnp.zeros((_AT_ONCE,), ref.dtype), mask=at < slots)
+
+    lax.fori_loop(0, lax.div(slots - first + _AT_ONCE - 1, _AT_ONCE), step, None)
