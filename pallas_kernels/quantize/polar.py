@@ -36,7 +36,6 @@ from pallas_kernels.tiles.layout import SPAN, PlaneLayout
 TURN = 2 * math.pi
 _ELEMENTS = 4096  # pairs that a program holds
 _LEAST_COLUMNS = 8
-_AT_ONCE = 4  # tokens that a step of the loop compares with all
 
 
 class Polar(NamedTuple):
@@ -76,7 +75,7 @@ class PolarBlocks(BlockWriter):
 
     @property
     def warps(self) -> int:
-        return 4
+        return 8
 
     @property
     def _columns(self) -> int:
@@ -113,20 +112,15 @@ class PolarBlocks(BlockWriter):
     def _starts(self, tiles: Sequence[Sequence[Polar]], pairs: Callable[[Any, int], Polar]) -> list[Float[Array, " columns"]]:
         """Return the angle at which the largest gap between a group's angles ends, the smallest such angle; 0 where none counts."""
 
-        def compare(i: Int[Array, ""], below: Any) -> Any:
-            for j in range(_AT_ONCE):
-                others = [pairs(pl.ds(i * _AT_ONCE + j, 1), chunk) for chunk in range(len(tiles))]
-                below = [
-                    [
-                        jnp.where(other.counted & (other.angle < tile.angle), jnp.maximum(found, other.angle), found)
-                        for tile, found in zip(slots, founds, strict=True)
-                    ]
-                    for slots, founds, other in zip(tiles, below, others, strict=True)
-                ]
-            return below
+        def compare(token: Int[Array, ""], below: Any) -> Any:
+            others = [pairs(pl.ds(token, 1), chunk) for chunk in range(len(tiles))]
+            return [
+                [_larger_below(tile, found, other) for tile, found in zip(slots, founds, strict=True)]
+                for slots, founds, other in zip(tiles, below, others, strict=True)
+            ]
 
         nothing = [[jnp.full(tile.angle.shape, -jnp.inf) for tile in slots] for slots in tiles]
-        below = lax.fori_loop(0, self.group // _AT_ONCE, compare, nothing)
+        below = lax.fori_loop(0, self.group, compare, nothing)
         return [_start(slots, founds) for slots, founds in zip(tiles, below, strict=True)]
 
     def _bins(self, values: Sequence[Array], counted: Sequence[Array], bits: int) -> Bins:
@@ -163,6 +157,11 @@ def from_cut(angle: Float[Array, "rows columns"], start: Float[Array, " columns"
     """Return the same angles in [start, start + one turn)."""
     ahead = angle - start[None]
     return start[None] + jnp.where(ahead >= TURN, ahead - TURN, jnp.where(ahead < 0, ahead + TURN, ahead))
+
+
+def _larger_below(tile: Polar, found: Float[Array, "rows columns"], other: Polar) -> Float[Array, "rows columns"]:
+    """Return the larger of the angles found below those of a tile and another one, [1, columns], where that is below and counts."""
+    return jnp.where(other.counted & (other.angle < tile.angle), jnp.maximum(found, other.angle), found)
 
 
 def _start(slots: Sequence[Polar], below: Sequence[Array]) -> Float[Array, " columns"]:

@@ -128,7 +128,7 @@ class TableBlocks(BlockWriter):
 
     @property
     def warps(self) -> int:
-        return 4
+        return 8
 
     def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
         heads, channels, p = ring.shape[1], ring.shape[3], self.layout

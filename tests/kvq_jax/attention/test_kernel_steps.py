@@ -23,10 +23,11 @@ from tests.kvq_jax.layer_runs import parameters_of, row_errors, sequences
 from tests.methods_table import MethodCase, cases
 from tests.pallas_kernels.lowering import lower_for_cuda
 
-MIXED = "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4"  # blocks of 64 in a ring of 160; a kernel quantizes one side
+MIXED = "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4"  # blocks of 64 in a ring of 160, in which they wrap
+OUTLIERS = "kvquant:bits=4"  # without a window of recent tokens: a block leaves with the token that completes it
 SPECS = (
     *("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true"),
-    MIXED,
+    *(MIXED, OUTLIERS),
 )
 LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
 STEPS = 40  # in which three blocks and more leave a window
@@ -67,28 +68,31 @@ def compare(spec: str, implementation: Implementation) -> None:
         assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape} differ"
 
 
-@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], MIXED)))
+@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], MIXED, OUTLIERS)))
 def test_steps_are_those_of_xla(spec):
     compare(spec, Launch(interpret=True))
 
 
 def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
-    """Compiled for a GPU; what kernels do not quantize, and a ring that does not hold whole groups, go the other way."""
+    """Compiled for a GPU; a ring that does not hold whole groups, which the kernel would read in one piece, goes the other way."""
     programs = {}
-    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", MIXED):
+    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", MIXED, OUTLIERS):
         plan = plan_of(spec)
         state = jax.eval_shape(lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
         new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
-        step = functools.partial(decode_layer, plan, (), carry=(), implementation=Launch())
+        step = functools.partial(decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch())
         programs[spec] = lower_for_cuda(lambda state, new, step=step: step(state, inputs=new), state, new)
-    aligned, other, mixed = programs.values()
+    aligned, other, *wrapping = programs.values()
     assert aligned.count("append_token") == other.count("append_token") > 0
     assert "quantize_asym_" not in aligned, "blocks are quantized into arrays of their own first"
     assert "stablehlo.while" not in aligned
     assert "stablehlo.case" not in aligned, "a branch"
     assert "stablehlo.case" in other
     assert other.count("quantize_asym_") >= 2
-    assert "quantize_asym_" not in mixed, "values of whole groups go with keys that XLA quantizes"
+    for spec, program in zip((MIXED, OUTLIERS), wrapping, strict=True):
+        assert program.count("append_token") == aligned.count("append_token"), spec
+        assert "top_k" not in program, f"{spec}: XLA looks for outliers"
+    assert "stablehlo.case" not in wrapping[0], f"{MIXED}: a branch"
 
 
 @pytest.mark.gpu
