@@ -156,8 +156,7 @@ def to_polar(x: Float[Array, "rows columns"], y: Float[Array, "rows columns"], l
 def from_cut(angle: Float[Array, "rows columns"], start: Float[Array, " columns"]) -> Float[Array, "rows columns"]:
     """Return the same angles in [start, start + one turn)."""
     ahead = angle - start[None]
-    behind, beyond = ahead < 0, ahead >= TURN
-    return start[None] + jnp.where(beyond, ahead - TURN, jnp.where(behind, ahead + TURN, jnp.abs(ahead)))  # no negative zero
+    return start[None] + jnp.where(ahead >= TURN, ahead - TURN, jnp.where(ahead < 0, ahead + TURN, ahead))
 
 
 def _larger_below(tile: Polar, found: Float[Array, "rows columns"], other: Polar) -> Float[Array, "rows columns"]:
