@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -27,12 +28,13 @@ from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
-from pallas_kernels.quantize.blocks import GroupedBlocks
+from pallas_kernels.quantize.blocks import GroupedBlocks, RowBlocks
 from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.quantize.rounding import Job
 from pallas_kernels.readers.base import Reader
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.rotary import RotatedReader
+from pallas_kernels.tiles.layout import SPAN
 
 BodyArguments: TypeAlias = tuple[Float[Array, "B K R H"], tuple[Reader, Sequence[Array]], tuple[Reader, Sequence[Array]], Int[Array, " B"]]
 
@@ -152,7 +154,7 @@ def append_token(
         blocks, stored = None, load_body(specs[side], state.body[side])
         if leaves_at_once(plan, codec):
             blocks = Rows(stored)
-        elif writer := _writer(plan, codec, params[side], state.stats[side], launch):
+        elif writer := block_writer(plan, codec, params[side], state.stats[side], launch):
             blocks = Blocks(jax.tree.leaves(stored), *writer)
         sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
     after = quantize_append.append_token(sides, places, block=block, launch=launch)
@@ -168,13 +170,15 @@ def append_token(
     return dataclasses.replace(state, sink=sink, ring=ring, body=bodies), tuple(side.blocks is not None for side in after)
 
 
-def _writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch) -> KernelWriter | None:
+def block_writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch) -> KernelWriter | None:
     """Return what writes the blocks that leave into a codec's body; None where XLA does."""
     regions = plan.regions
     if plan.cross_layer is not None or not regions.body_capacity or regions.ring_slots != regions.recent + regions.block:
         return None
     job = codec.kernel_job(stats, prefill=False)
-    if job is None:
+    if codec.stores_rows:
+        writer = KernelWriter(RowBlocks(math.gcd(regions.block, SPAN)), [])
+    elif job is None:
         writer = codec.kernel_writer(params, stats)
     else:
         divisor = [] if job.divisor is None else [job.divisor.astype(jnp.float32)]

@@ -1,4 +1,4 @@
-"""What writers of blocks read and write in the kernel that appends a token (append.py), and the writer of uniform groups."""
+"""What writers of blocks read and write in the kernel that appends a token (append.py), and the writers of uniform groups and of rows."""
 
 from __future__ import annotations
 
@@ -107,3 +107,27 @@ class GroupedBlocks(BlockWriter):
         row, count = place // slots, SPAN // slots
         words = [View(ref, lambda _, columns: (head, pl.ds(row, count), columns)) for ref in arrays[:sets]]
         return words + [View(ref, lambda group, tokens: (head, group, pl.ds(place + tokens.start, tokens.size))) for ref in arrays[sets:]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBlocks(BlockWriter):
+    """Rows in full precision, behind windows: a block is copied. arrays: the body [B, K, S, H]. inputs: none."""
+
+    tokens: int  # of a unit, a power of two
+
+    @property
+    def unit(self) -> int:
+        return self.tokens
+
+    @property
+    def run(self) -> int:
+        return 1
+
+    def check(self, ring: Float[Array, "B K R H"], block: int) -> None:
+        if block % self.tokens:
+            raise ValueError(f"blocks of {block} tokens are not whole runs of {self.tokens}")
+
+    def write(self, program: Any, head: Any, source: Source, place: Any, inputs: Sequence[Any], arrays: Sequence[Any]) -> None:
+        [body], tokens = arrays, lax.broadcasted_iota(jnp.int32, (self.tokens,), 0)
+        rows = source.read(head, tokens, pl.ds(0, source.channels))
+        body[head, pl.ds(place, self.tokens), :] = rows.astype(body.dtype)

@@ -12,7 +12,6 @@ from benchmarks.machine_code.compile import compile_for
 from benchmarks.machine_code.sass import assemble
 from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
-from kvq_jax.arrays import grouped_array
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
@@ -21,8 +20,7 @@ from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
 from pallas_kernels.decode_attention.windows import attend_windows
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.append import Blocks, Places, Side, append_token
-from pallas_kernels.quantize.kernel import Packed, quantize_rows
+from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import turn
@@ -54,34 +52,6 @@ def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_sp
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes <= most_spills, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     assert 32 < assembly.registers <= 255
-
-
-@on_both_gpus
-@pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
-@pytest.mark.parametrize(("scheme", "bits", "axis"), [("asym", 4, "channels"), ("asym", 4, "tokens"), ("hybrid", 2, "tokens")])
-def test_a_token_is_appended_in_place_and_within_registers(scheme, bits, axis, arithmetic, target):
-    format = GroupFormat(bits, scheme, axis, 32, 128, 32)
-    reader = grouped(GroupedCodec("k", format))
-    assert isinstance(reader, GroupedReader)
-    arrays = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), grouped_array.specs(format, 16, 8, 4096))
-    body = Packed(arrays.words, arrays.scale, arrays.zero)
-    ring, row = jax.ShapeDtypeStruct((16, 8, 128, 128), jnp.bfloat16), jax.ShapeDtypeStruct((16,), jnp.int32)
-
-    def append(body, ring, new, first, flags):
-        sides = [Side(new, ring[:, :, :0], ring, Blocks(body, reader, scheme, bits, None))]
-        [side] = append_token(sides, Places(first, flags, first, first, flags), block=32, launch=Launch(arithmetic))
-        assert side.blocks is not None
-        return side.blocks.body, side.ring
-
-    new, flags = jax.ShapeDtypeStruct((16, 8, 1, 128), jnp.bfloat16), jax.ShapeDtypeStruct((16,), bool)
-    program = compile_for(target, jax.jit(append, donate_argnums=(0, 1)), (body, ring, new, row, flags))
-    memory = program.compiled.memory_analysis()
-    size = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves((body, ring)))
-    assert memory.alias_size_in_bytes >= size, f"{memory.alias_size_in_bytes} of {size} bytes stay in their place"
-    assert memory.temp_size_in_bytes < size / 100, f"{memory.temp_size_in_bytes} bytes beside them"
-    kernel = program.kernel("append_token")
-    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
-    assert assembly.spill_bytes <= 64, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
 
 
 @on_both_gpus

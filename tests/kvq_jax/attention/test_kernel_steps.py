@@ -75,24 +75,26 @@ def test_steps_are_those_of_xla(spec):
 
 def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
     """Compiled for a GPU; a ring that does not hold whole groups, which the kernel would read in one piece, goes the other way."""
+    others = MIXED, "polarquant", "dense:block=32", OUTLIERS
     programs = {}
-    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", MIXED, OUTLIERS):
+    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", *others):
         plan = plan_of(spec)
         state = jax.eval_shape(lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
         new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
         step = functools.partial(decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch())
         programs[spec] = lower_for_cuda(lambda state, new, step=step: step(state, inputs=new), state, new)
-    aligned, other, *wrapping = programs.values()
-    assert aligned.count("append_token") == other.count("append_token") > 0
+    aligned, unaligned = programs["kivi:bits=4"], programs["kivi:bits=4,recent=100"]
+    assert aligned.count("append_token") == unaligned.count("append_token") > 0
     assert "quantize_asym_" not in aligned, "blocks are quantized into arrays of their own first"
     assert "stablehlo.while" not in aligned
     assert "stablehlo.case" not in aligned, "a branch"
-    assert "stablehlo.case" in other
-    assert other.count("quantize_asym_") >= 2
-    for spec, program in zip((MIXED, OUTLIERS), wrapping, strict=True):
-        assert program.count("append_token") == aligned.count("append_token"), spec
-        assert "top_k" not in program, f"{spec}: XLA looks for outliers"
-    assert "stablehlo.case" not in wrapping[0], f"{MIXED}: a branch"
+    assert "stablehlo.case" in unaligned
+    assert unaligned.count("quantize_asym_") >= 2
+    for spec in others:
+        assert programs[spec].count("append_token") == aligned.count("append_token"), spec
+        assert "top_k" not in programs[spec], f"{spec}: XLA looks for outliers"
+        if spec != OUTLIERS:  # whose windows, before RoPE, ask for the platform
+            assert "stablehlo.case" not in programs[spec], f"{spec}: a branch"
 
 
 @pytest.mark.gpu
