@@ -36,6 +36,7 @@ KERNEL_DOORS = {  # the only files of kvq_jax that know of the kernels, and what
     "kvq_jax/attention/online_softmax.py": (PARTIAL,),
     "kvq_jax/attention/streaming.py": (PARTIAL,),
     "kvq_jax/codecs/kernel_readers.py": (LAYOUT, "pallas_kernels.readers"),
+    "kvq_jax/codecs/kernel_writers.py": ("pallas_kernels.quantize",),
     "kvq_jax/codecs/native_bodies.py": (LAYOUT, "cpu_kernels.body"),
     "kvq_jax/types/rope.py": ("pallas_kernels.angles",),
 }

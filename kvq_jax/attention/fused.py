@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.codecs.base import Codec, KernelJob, KernelWriter
+from kvq_jax.codecs.base import Codec, KernelJob
+from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree

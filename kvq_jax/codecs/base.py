@@ -27,10 +27,10 @@ from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.stored import BodySpec
 from kvq_jax.codecs.dots import dot_rows, weigh_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.types.array_types import ArraySpec, Axis, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, rotate
-from pallas_kernels.quantize.writer import BlockWriter
 
 Side = Literal["k", "v"]
 
@@ -41,14 +41,6 @@ class KernelJob(NamedTuple):
     format: GroupFormat
     scheme: Scheme
     divisor: Float[Array, "B K 1 H"] | None
-
-
-class KernelWriter(NamedTuple):
-    """What quantizes blocks of other formats, in the kernel that appends a token: a `BlockWriter` (pallas_kernels/quantize/writer.py), and
-    the arrays that it reads beside the rows, [B, K, ...], where an axis may be 1 long."""
-
-    blocks: BlockWriter
-    inputs: list[Array]
 
 
 class OutlierCounts(NamedTuple):

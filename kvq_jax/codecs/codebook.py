@@ -13,8 +13,9 @@ from kvq_jax.arrays.codebook_array import CodebookArray, CodebookFormat
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
-from kvq_jax.codecs.base import KernelWriter, Side
+from kvq_jax.codecs.base import Side
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.types.array_types import CachedRows, Tree

@@ -7,13 +7,22 @@ works without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvq_jax.arrays.codebook_array import CodebookFormat
 from kvq_jax.arrays.polar_array import PolarFormat
-from kvq_jax.codecs.base import KernelWriter
+from pallas_kernels.quantize.writer import BlockWriter
+
+
+class KernelWriter(NamedTuple):
+    """What quantizes blocks of other formats, in the kernel that appends a token: a `BlockWriter` (pallas_kernels/quantize/writer.py), and
+    the arrays that it reads beside the rows, [B, K, ...], where an axis may be 1 long."""
+
+    blocks: BlockWriter
+    inputs: list[Array]
 
 
 def polar(format: PolarFormat) -> KernelWriter:
@@ -43,6 +52,12 @@ def table(
     group, pool = format.group, format.pool
     slots = None if pool is None else Slots(pool.tokens, pool.slots, pool.overflows)
     given = [*of_channels, *(bound.reshape(1, 1) if bound.ndim == 0 else bound for bound in thresholds if pool)]
-    own = (group.channels, group.heads) if group else (None,)
-    writer = TableBlocks(format.layout, *own, scale_dtype=format.scale_dtype, slots=slots, per_side=0 if thresholds else per_side)
+    writer = TableBlocks(
+        format.layout,
+        group.channels if group else None,
+        group.heads if group else 1,
+        scale_dtype=format.scale_dtype,
+        slots=slots,
+        per_side=0 if thresholds else per_side,
+    )
     return KernelWriter(writer, [array.astype(jnp.float32)[None] for array in (levels[None], values[None], *given)])

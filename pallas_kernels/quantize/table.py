@@ -96,7 +96,7 @@ class Ranges(NamedTuple):
             here = lax.broadcasted_iota(jnp.int32, cut.shape, 0) == slot
             return jnp.sum(jnp.where(here, cut, 0.0), axis=0)[:, None]
 
-        return Ranges(*map(rows, self[:-1]), self.of_tokens)
+        return self._replace(**{name: rows(getattr(self, name)) for name in ("low", "high", "lower", "upper", "scale", "zero")})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,8 @@ class TableBlocks(BlockWriter):
 
         def ranges(head: Any, columns: Any) -> Ranges:
             scale, zero, *thresholds = (ref[head, columns][None] for ref in inputs)
-            return Ranges(zero - scale, zero + scale, *(thresholds or (None, None)), scale, zero, False)
+            lower, upper = thresholds or (None, None)
+            return Ranges(zero - scale, zero + scale, lower, upper, scale, zero, False)
 
         return ranges
 

@@ -21,8 +21,9 @@ from kvq_jax.arrays.codebooks import normal_float_levels, uniform_levels
 from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.uniform import finite_range, saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
-from kvq_jax.codecs.base import KernelWriter, OutlierCounts, Side
+from kvq_jax.codecs.base import OutlierCounts, Side
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.one_side import OneSideCodec
 from kvq_jax.methods.kvquant import fit

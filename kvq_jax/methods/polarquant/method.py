@@ -15,9 +15,10 @@ from kvq_jax.arrays.packing import PlaneLayout
 from kvq_jax.arrays.polar_array import Cut, Grid, PolarArray, PolarFormat, RadiusScale
 from kvq_jax.arrays.uniform import saturation_limit
 from kvq_jax.codecs import kernel_readers, kernel_writers, native_bodies
-from kvq_jax.codecs.base import Codec, KernelWriter, Side, side_rows
+from kvq_jax.codecs.base import Codec, Side, side_rows
 from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
+from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.methods.base import Method, Windows, option
 from kvq_jax.methods.dense.method import DenseCodec
