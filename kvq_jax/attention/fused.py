@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvq_jax.arrays.grouped_array import GroupedArray
 from kvq_jax.arrays.stored import load_body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.codecs.base import Codec, KernelJob
+from kvq_jax.codecs.base import Codec, KernelJob, given_rope
 from kvq_jax.codecs.kernel_writers import KernelWriter
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
@@ -24,8 +24,8 @@ from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryB
 from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention
 from pallas_kernels.decode_attention.merge import finished, merged
-from pallas_kernels.decode_attention.partial_attention import PartialAttention
-from pallas_kernels.decode_attention.windows import DTYPES, LEAST_SLOTS, attend_windows
+from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
+from pallas_kernels.decode_attention.windows import DTYPES, attend_windows
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
@@ -53,7 +53,7 @@ def attend(
     group, positions = heads // plan.heads, inputs.positions[:, 0]
     rows = inputs.q_rot.reshape(batch, plan.heads, group, head_dim)
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    windows = [] if holds_all else [attend_windows(rows, tuple(after.sink), tuple(after.ring), tokens, limits[:, 0], launch=launch)]
+    windows = [] if holds_all else [_attend_windows(plan, after, inputs.rope, rows, tokens, limits[:, 0], launch)]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     _, (keys, _), (values, _), _ = arguments
     as_they_are = plan.v.sums_vectors and not (keys.adds_scores or values.adds_values or values.sums_codes)
@@ -78,10 +78,26 @@ def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
 
 
 def _reads_windows(plan: LayerPlan, state: LayerState) -> bool:
-    """Return True where one kernel reads the windows: keys after RoPE and values, of 16 bits, in windows that are not tiny."""
-    sink, ring = plan.regions.sink_slots, plan.regions.ring_slots
-    enough = ring >= LEAST_SLOTS and (not sink or sink >= LEAST_SLOTS)
-    return enough and not plan.joint and all(codec.stores_vectors for codec in plan.codecs) and state.ring[0].dtype.name in DTYPES
+    """Return True where one kernel reads the windows: keys before or after RoPE, and values, of 16 bits."""
+    vectors = (plan.k.stores_vectors or plan.k.only_rotates) and plan.v.stores_vectors
+    return vectors and not plan.joint and state.ring[0].dtype.name in DTYPES
+
+
+def _attend_windows(
+    plan: LayerPlan,
+    state: LayerState,
+    rope: Rope | None,
+    rows: Float[Array, "B K R H"],
+    tokens: LengthsB,
+    limits: LengthsB,
+    launch: Launch,
+) -> Splits:
+    """Attend to what the windows hold of so many tokens. Raises ValueError where keys cached before RoPE come without `rope`."""
+    rotation = None
+    if plan.k.only_rotates:
+        rope = given_rope(rope)
+        rotation = rope.inverse_frequencies, rope.attention_factor
+    return attend_windows(rows, tuple(state.sink), tuple(state.ring), tokens, limits, rotation=rotation, launch=launch)
 
 
 def _add_body(
@@ -124,8 +140,7 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
         raise ValueError(reader)
     if not reader.turns:
         return reader, arrays
-    if rope is None:
-        raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
+    rope = given_rope(rope)
     arrays += [rope.inverse_frequencies, rope.attention_factor]
     if regions.axis is not None:
         arrays.append(lax.axis_index(regions.axis))

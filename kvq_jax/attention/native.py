@@ -12,7 +12,7 @@ from cpu_kernels import store
 from cpu_kernels.attention import NEAR, TOGETHER, WINDOW_DTYPES, Windows, decode_attention
 from cpu_kernels.body import Body
 from kvq_jax.attention import online_softmax, streaming
-from kvq_jax.codecs.base import Codec
+from kvq_jax.codecs.base import Codec, given_rope
 from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
 from kvq_jax.types.rope import Rope, cosines_and_sines
@@ -87,8 +87,7 @@ def _turns(rope: Rope | None, sink: int, capacity: int) -> list[Float[Array, "2 
     """Return the cosines and sines by which the kernel rotates keys cached before RoPE: of the first few tokens, times RoPE's attention
     factor, of the first few runs of so many, and of the position of every so many runs of the body. A position is a sum of three, so that
     the tables hardly grow with the capacity."""
-    if rope is None:
-        raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
+    rope = given_rope(rope)
     steps = jnp.arange(TOGETHER, dtype=jnp.int32)
     near = jnp.arange(0, min(capacity, NEAR * TOGETHER), TOGETHER, dtype=jnp.int32)
     far = jnp.arange(sink, sink + capacity, NEAR * TOGETHER, dtype=jnp.int32)

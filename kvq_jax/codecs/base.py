@@ -167,6 +167,11 @@ class Codec(abc.ABC):
         return type(self).vectors is Codec.vectors
 
     @property
+    def only_rotates(self) -> bool:
+        """Return True where cached rows are keys before RoPE, and `vectors` rotates them to their positions and does nothing else."""
+        return False
+
+    @property
     def stores_rows(self) -> bool:
         """Return True where the body is one array of cached rows as they are, in the dtype of the windows."""
         return False
@@ -349,6 +354,11 @@ def side_rows(inputs: LayerInputs, side: Side, pre_rope: bool = False) -> RowsBK
 
 def rotate_keys(rows: RowsBKTH, positions: Int[Array, "#B T"], rope: Rope | None) -> RowsBKTH:
     """Return keys after RoPE from keys that were cached before it. Raises ValueError without `rope`."""
+    return rotate(rows, positions, given_rope(rope))
+
+
+def given_rope(rope: Rope | None) -> Rope:
+    """Return `rope`. Raises ValueError where the caller did not supply it."""
     if rope is None:
         raise ValueError("keys cached before RoPE need the model's rope to be read: it is None")
-    return rotate(rows, positions, rope)
+    return rope

@@ -70,6 +70,10 @@ class BiasSubtracting(Wrapping):
     def stores_vectors(self) -> bool:
         return False
 
+    @property
+    def only_rotates(self) -> bool:
+        return False
+
     def query(self, params: Tree, stats: Tree, q: Float[Array, "B K R H"]) -> tuple[Tree, Float[Array, "B K R H"]]:
         """Return the query of `inner`, and A and B side by side."""
         first, second = jnp.split(q.astype(jnp.float32), 2, axis=-1)

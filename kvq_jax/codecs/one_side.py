@@ -27,5 +27,9 @@ class OneSideCodec(Codec):
         return not self.pre_rope
 
     @property
+    def only_rotates(self) -> bool:
+        return self.pre_rope
+
+    @property
     def before_rope(self) -> bool:
         return self.pre_rope

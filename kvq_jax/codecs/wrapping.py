@@ -74,6 +74,10 @@ class Wrapping(Codec):
         return self.inner.stores_vectors
 
     @property
+    def only_rotates(self) -> bool:
+        return self.inner.only_rotates
+
+    @property
     def sums_vectors(self) -> bool:
         return self.inner.sums_vectors
 

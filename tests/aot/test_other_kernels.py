@@ -56,12 +56,18 @@ def test_the_quantizer_compiles_within_its_registers(scheme, bits, axis, most_sp
 
 @on_both_gpus
 @pytest.mark.parametrize("arithmetic", ["asm", "jnp"])
-@pytest.mark.parametrize(("sink", "channels"), [(0, 128), (32, 128), (32, 64)])
-def test_attention_to_windows_compiles_within_its_registers(sink, channels, arithmetic, target):
+@pytest.mark.parametrize(("sink", "channels"), [(0, 128), (1, 128), (32, 128), (32, 64), (1, 256)])
+@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "before_rope"])
+def test_attention_to_windows_compiles_within_its_registers(rotates, sink, channels, arithmetic, target):
     q = jax.ShapeDtypeStruct((16, 8, 4, channels), jnp.bfloat16)
     windows = [tuple(jax.ShapeDtypeStruct((16, 8, slots, channels), jnp.bfloat16) for _ in "kv") for slots in (sink, 128)]
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
-    program = compile_for(target, lambda *given: attend_windows(*given, launch=Launch(arithmetic)), (q, *windows, row, row))
+    rotation = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((channels // 2,), ())) if rotates else None
+
+    def attend(rotation, *given):
+        return attend_windows(*given, rotation=rotation, launch=Launch(arithmetic))
+
+    program = compile_for(target, attend, (rotation, q, *windows, row, row))
     kernel = program.kernel("attend_windows")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes == 0, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"

@@ -15,6 +15,7 @@ from kvq_jax.attention import dispatch
 from kvq_jax.attention.dispatch import Implementation
 from kvq_jax.cache.update import decode_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
+from kvq_jax.types.rope import rotate
 from pallas_kernels.launch import Launch
 from tests.exhaustive import some
 from tests.kvq_jax.attention.test_dispatch import CAPACITY, DIMS, decode, plan_of, prefill, tokens
@@ -68,7 +69,7 @@ def compare(spec: str, implementation: Implementation) -> None:
         assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape} differ"
 
 
-@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], MIXED, OUTLIERS)))
+@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], "kivi:bits=4,pre_rope=true", MIXED, OUTLIERS)))
 def test_steps_are_those_of_xla(spec):
     compare(spec, Launch(interpret=True))
 
@@ -126,12 +127,15 @@ def test_a_full_row_is_never_said_to_hold_more_than_its_body(monkeypatch: pytest
 
 
 @cases()
-def test_a_codec_stores_vectors_where_it_returns_them_as_they_are(case: MethodCase):
-    """The kernel of windows reads what is stored; so nothing may be left to do with it, and nothing else is said to be stored."""
+def test_a_codec_says_whether_stored_rows_are_vectors_or_lack_their_rotation_alone(case: MethodCase):
+    """The kernel of windows reads what is stored, and at most rotates it; so nothing else may be left to do with it."""
     for plan in dict.fromkeys(kvq.layout(case.spec, CASE_DIMS, 1, 128, "float32").plans):
         params = by_side(parameters_of(plan))
         for codec, own, ring in zip(plan.codecs, params, plan.layout(1, "float32").ring, strict=False):
             rows = jnp.ones(ring.shape, jnp.float32)
             positions = jnp.arange(ring.shape[2], dtype=jnp.int32)[None]
             returned = codec.vectors(own, rows, positions, sequences().rope)
-            assert (returned is rows) == codec.stores_vectors, f"{type(codec).__name__} of {plan.k}, {plan.v}"
+            said = f"{type(codec).__name__} of {plan.k}, {plan.v}"
+            assert (returned is rows) == codec.stores_vectors, said
+            turned = rows.shape == returned.shape and np.array_equal(returned, rotate(rows, positions, sequences().rope))
+            assert turned == codec.only_rotates, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,40 +18,70 @@ from tests.pallas_kernels.kernel_cases import row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
 HEADS, GROUP, CHANNELS = 2, 3, 64
-RECENT, BLOCK = 68, 32  # a ring of 100 slots: whole tiles do not fill it
 TOKENS = np.array([0, 1, 17, 90, 101, 132, 400], np.int32)
-SINKS = (0, 20, 32)
+FREQUENCIES = (1e4 ** (-np.arange(CHANNELS // 2) / (CHANNELS // 2))).astype(np.float32)
+FACTOR = np.float32(1.25)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the windows, in tokens; whole tiles do not fill a ring of 100 slots."""
+
+    sink: int
+    recent: int = 68
+    block: int = 32
+
+    @property
+    def ring(self) -> int:
+        return self.recent + self.block
+
+    def body(self, tokens: np.ndarray) -> np.ndarray:
+        return np.maximum(tokens - self.sink - self.recent, 0) // self.block * self.block
+
+
+SIZES = (Sizes(0), Sizes(20), Sizes(32), Sizes(1, recent=0), Sizes(5, recent=4, block=8))  # the last two have fewer slots than a tile
+each_size = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes.sink}-{sizes.recent}-{sizes.block}")
+before_or_after_rope = pytest.mark.parametrize("rotation", [None, (FREQUENCIES, FACTOR)], ids=["after_rope", "before_rope"])
 
 
 @functools.partial(jax.jit, static_argnames="launch")
-def attend(q, sink, ring, tokens, limits, launch=LAUNCH):
-    return merged([attend_windows(q, sink, ring, tokens, limits, launch=launch)], GROUP, launch=launch)
+def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
+    return merged([attend_windows(q, sink, ring, tokens, limits, rotation=rotation, launch=launch)], GROUP, launch=launch)
 
 
-def body_tokens(tokens: np.ndarray, sink: int) -> np.ndarray:
-    return np.maximum(tokens - sink - RECENT, 0) // BLOCK * BLOCK
-
-
-def rows(sink: int, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple, np.ndarray]:
+def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple, np.ndarray]:
     """Return queries [B, K, G, H], the windows with NaN in slots that hold no token, and all keys and values [2, B, K, S, H]."""
-    rng, slots = np.random.default_rng(3), RECENT + BLOCK
+    rng = np.random.default_rng(3)
     everything = rng.normal(size=(2, len(TOKENS), HEADS, int(TOKENS.max()), CHANNELS)).astype(np.float32)
-    first = np.full((2, len(TOKENS), HEADS, sink, CHANNELS), np.nan, np.float32)
-    ring = np.full((2, len(TOKENS), HEADS, slots, CHANNELS), np.nan, np.float32)
+    first = np.full((2, len(TOKENS), HEADS, sizes.sink, CHANNELS), np.nan, np.float32)
+    ring = np.full((2, len(TOKENS), HEADS, sizes.ring, CHANNELS), np.nan, np.float32)
     for b, n in enumerate(TOKENS):
-        first[:, b, :, : min(n, sink)] = everything[:, b, :, : min(n, sink)]
-        for p in range(max(sink, n - slots), n):
-            ring[:, b, :, (p - sink) % slots] = everything[:, b, :, p]
+        first[:, b, :, : min(n, sizes.sink)] = everything[:, b, :, : min(n, sizes.sink)]
+        for p in range(max(sizes.sink, n - sizes.ring), n):
+            ring[:, b, :, (p - sizes.sink) % sizes.ring] = everything[:, b, :, p]
     q = jnp.asarray(rng.normal(size=(len(TOKENS), HEADS, GROUP, CHANNELS)) * 2, jnp.float32)
     stored = [tuple(jnp.asarray(side, dtype) for side in window) for window in (first, ring)]
     return q, stored[0], stored[1], np.asarray(jnp.asarray(everything, dtype).astype(jnp.float32), np.float64)
 
 
-def expected(q: jax.Array, everything: np.ndarray, sink: int) -> PartialAttention:
-    """Return m, l, o over the tokens that are not in the body, in float64."""
-    scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(jnp.bfloat16), np.float64), everything[0]) / np.sqrt(CHANNELS)
-    at, body = np.arange(everything.shape[3]), body_tokens(TOKENS, sink)
-    exact = (at < TOKENS[:, None]) & ((at < sink) | (at >= sink + body[:, None]))
+def rotated(keys: np.ndarray, positions: np.ndarray, rotation: tuple, dtype: str) -> np.ndarray:
+    """Return keys [..., S, H] after RoPE at positions [S], rotated in float64 and rounded to the windows' dtype before the factor."""
+    frequencies, factor = rotation
+    first, second = np.split(keys.astype(np.float64), 2, axis=-1)
+    angles = positions[:, None].astype(np.float64) * frequencies.astype(np.float64)
+    cos, sin = np.cos(angles), np.sin(angles)
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return factor * turned.astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def expected(
+    q: jax.Array, everything: np.ndarray, sizes: Sizes, rotation: tuple | None = None, shift: int = 0, dtype: str = "bfloat16"
+) -> PartialAttention:
+    """Return m, l, o over the tokens that are not in the body, in float64; of keys before RoPE at their positions plus `shift`."""
+    at, body = np.arange(everything.shape[3]), sizes.body(TOKENS)
+    keys = everything[0] if rotation is None else rotated(everything[0], at + shift, rotation, dtype)
+    scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(dtype), np.float64), keys) / np.sqrt(CHANNELS)
+    exact = (at < TOKENS[:, None]) & ((at < sizes.sink) | (at >= sizes.sink + body[:, None]))
     scores = np.where(exact[:, None, None], scores, -np.inf)
     m = np.maximum(scores.max(-1, keepdims=True), -1e30)
     weights = np.exp(scores - m)
@@ -67,47 +98,86 @@ def wrong_in(found: PartialAttention, wanted: PartialAttention) -> str | None:
     return f"o is off by {errors.max():.1e}, by row {errors.max(axis=(1, 2))}" if errors.max() > 1e-2 else None
 
 
-@pytest.mark.parametrize("sink", SINKS)
-def test_attention_is_that_of_the_tokens_outside_the_body(sink):
-    check(sink, Launch(interpret=True))
-
-
-def check(sink: int, launch: Launch) -> None:
-    q, first, ring, everything = rows(sink)
-    limits = body_tokens(TOKENS, sink)
-    found, wanted = attend(q, first, ring, TOKENS, limits, launch=launch), expected(q, everything, sink)
+@before_or_after_rope
+@each_size
+def test_attention_is_that_of_the_tokens_outside_the_body(sizes, rotation):
+    launch = Launch(interpret=True)
+    q, first, ring, everything = rows(sizes)
+    limits = sizes.body(TOKENS)
+    found, wanted = attend(q, first, ring, TOKENS, limits, rotation, launch), expected(q, everything, sizes, rotation)
     assert (wrong := wrong_in(found, wanted)) is None, wrong
     assert not np.asarray(found.l[0]).any(), "a row without tokens has seen some"
     assert limits.max() > 0, "no row has a body: nothing would show what is read from it"
-    late = attend(q, first, ring, TOKENS, limits + BLOCK, launch=launch)
+    late = attend(q, first, ring, TOKENS, limits + sizes.block, rotation, launch)
     assert wrong_in(late, wanted), "a window that begins one block later would pass"
-    early = attend(q, first, ring, np.maximum(TOKENS - 1, 0), limits, launch=launch)
+    early = attend(q, first, ring, np.maximum(TOKENS - 1, 0), limits, rotation, launch)
     assert wrong_in(early, wanted), "a window without the newest token would pass"
 
 
+@each_size
+def test_keys_before_rope_are_rotated_to_their_own_positions(sizes):
+    launch, rotation = Launch(interpret=True), (FREQUENCIES, FACTOR)
+    q, first, ring, everything = rows(sizes)
+    found = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, launch)
+    for shift in (-1, 1):
+        assert wrong_in(found, expected(q, everything, sizes, rotation, shift)), f"keys rotated to position {shift:+} would pass"
+    assert wrong_in(found, expected(q, everything, sizes)), "keys that are not rotated would pass"
+    assert wrong_in(found, expected(q, everything, sizes, (FREQUENCIES, 1.0))), "keys without the attention factor would pass"
+
+
+def test_keys_far_along_a_context_are_rotated_by_their_exact_angle():
+    """Ten million tokens, of which the ring holds the last: slot s those with position s modulo its slots."""
+    sizes, tokens = Sizes(0), 10_000_000
+    q, _, ring, _ = rows(sizes)
+    q, ring = q[-1:], tuple(side[-1:] for side in ring)
+    newest = tokens - 1
+    positions = newest - (newest - np.arange(sizes.ring)) % sizes.ring
+    count, limit = (jnp.full((1,), n, jnp.int32) for n in (tokens, tokens - sizes.ring))
+    found = attend(q, tuple(side[:, :, :0] for side in ring), ring, count, limit, (FREQUENCIES, FACTOR), Launch(interpret=True))
+
+    def in_float64(positions: np.ndarray) -> np.ndarray:
+        keys, values = (np.asarray(side.astype(jnp.float32), np.float64) for side in ring)
+        turned = rotated(keys, positions, (FREQUENCIES, FACTOR), "bfloat16")
+        scores = np.einsum("bkgh,bksh->bkgs", np.asarray(q.astype(jnp.bfloat16), np.float64), turned) / np.sqrt(CHANNELS)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("bkgs,bksh->bkgh", weights / weights.sum(-1, keepdims=True), values)
+
+    error = row_errors(np.asarray(found.o / found.l), in_float64(positions)).max()
+    assert error < 1e-2, f"off by {error:.1e}"
+    assert row_errors(np.asarray(found.o / found.l), in_float64(positions + 1)).max() > 0.1, "the next token's angles would pass"
+
+
 def test_windows_that_kernels_cannot_read_are_refused():
-    q, first, ring, _ = rows(20)
+    q, first, ring, _ = rows(SIZES[1])
     with pytest.raises(ValueError, match="windows in float32"):
         attend(q, *(tuple(a.astype(jnp.float32) for a in window) for window in (first, ring)), TOKENS, TOKENS)
-    with pytest.raises(ValueError, match="windows of 12 and 100 slots: kernels read none or at least 16"):
-        attend(q, tuple(a[:, :, :12] for a in first), ring, TOKENS, TOKENS)
+    with pytest.raises(ValueError, match="a ring of 0 slots"):
+        attend(q, first, tuple(a[:, :, :0] for a in ring), TOKENS, TOKENS)
 
 
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
-@pytest.mark.parametrize("sink", SINKS)
-def test_it_lowers_for_cuda(sink, arithmetic):
-    q, first, ring, _ = rows(sink)
-    given = jax.eval_shape(lambda *given: given, q, first, ring, jnp.asarray(TOKENS), jnp.asarray(TOKENS))
-    assert "attend_windows" in lower_for_cuda(lambda *given: attend_windows(*given, launch=Launch(arithmetic)), *given)
+@before_or_after_rope
+@each_size
+def test_it_lowers_for_cuda(sizes, rotation, arithmetic):
+    q, first, ring, _ = rows(sizes)
+    given = jax.eval_shape(lambda *given: given, q, first, ring, TOKENS, TOKENS, rotation)
+
+    def attention(*given):
+        return attend_windows(*given[:-1], rotation=given[-1], launch=Launch(arithmetic))
+
+    assert "attend_windows" in lower_for_cuda(attention, *given)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arithmetic", ["jnp", "asm"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("sink", SINKS)
-def test_it_runs_on_a_gpu(sink, dtype, arithmetic):
+@before_or_after_rope
+@each_size
+def test_it_runs_on_a_gpu(sizes, rotation, dtype, arithmetic):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU in this process")
-    q, first, ring, everything = rows(sink, dtype)
-    found = attend(q, first, ring, TOKENS, body_tokens(TOKENS, sink), launch=Launch(arithmetic))
-    assert (wrong := wrong_in(found, expected(q, everything, sink))) is None, wrong
+    q, first, ring, everything = rows(sizes, dtype)
+    found = attend(q, first, ring, TOKENS, sizes.body(TOKENS), rotation, Launch(arithmetic))
+    assert (wrong := wrong_in(found, expected(q, everything, sizes, rotation, dtype=dtype))) is None, wrong
+    if rotation is not None:
+        assert wrong_in(found, expected(q, everything, sizes, rotation, 1, dtype)), "keys rotated to the next position would pass"
