@@ -9,10 +9,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.outlier_values import outlier_values
+from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.shared import LOG2E, add_up, by_slots, dot, query_planes, token_scale
-from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values
+from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.arithmetic import half_multiply_add, multiply_add
 from pallas_kernels.tiles.halves import Half, joined
@@ -97,10 +99,11 @@ class CodebookReader(Reader):
         return self.pool > 0
 
     def more_values(
-        self, weights: Float[Array, "B k G S"], stored: Sequence[Array], limits: Int[Array, " B"], first: int = 0
-    ) -> Float[Array, "B k G H"] | None:
-        index, residual, ends = stored[-3:]
-        return outlier_values(weights, index, residual, ends, limits, self.layout.channels, first) if self.pool else None
+        self, scores: Float[Array, "B k R S"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, first: int = 0
+    ) -> list[Pieces]:
+        if not self.pool:
+            return []
+        return [outlier_values(scores, *stored[-3:], limits, self.layout.channels, first=first, launch=launch)]
 
     def more_scores(
         self,

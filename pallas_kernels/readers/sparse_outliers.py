@@ -4,9 +4,9 @@
     values    + sum over tokens and their slots          p * residual at the channel
 
 The slots of a pool are sorted by head, then token: those of head k lie from ends[p, k - 1] to ends[p, k], each with the place
-t * H + h of its token in the pool and its channel. Outliers are read apart from the attention kernel. Scores: a program takes a head of a
-pool, LANES slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and nothing depends on
-the order of threads. Values: a scatter of the weights, which the attention kernel has stored.
+t * H + h of its token in the pool and its channel. Outliers are read apart from the attention kernel. Scores come before it: a program
+takes a head of a pool, LANES slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and
+nothing depends on the order of threads. Values come after it, from the scores that it stores (decode_attention/outlier_values.py).
 """
 
 from __future__ import annotations
@@ -68,39 +68,6 @@ def outlier_scores(
         num_stages=1,
     )(limits.astype(jnp.int32), jnp.full((1,), first, jnp.int32), ends, index, residual, q.astype(jnp.float32), *tables)
     return scores
-
-
-def outlier_values(
-    weights: Float[Array, "B k G S"],
-    index: UInt16[Array, "B n P"],
-    residual: Array,
-    ends: UInt16[Array, "B n K"],
-    limits: Int[Array, " B"],
-    channels: int,
-    first: int = 0,
-) -> Float[Array, "B k G H"]:
-    """Return the sum over the first limits[b] tokens and their slots of weight * residual, at the slot's channel; fp32.
-
-    first: the KV head that the weights begin with. This is XLA's scatter, which on a GPU adds in any order. So that XLA stores nothing as
-    long as the slots but some of their bits, there is no sum along an axis, and no bounds of a gather to check.
-    """
-    batch, heads, group, tokens = weights.shape
-    pools, slots = index.shape[1:]
-    pool, rows = tokens // pools, jnp.arange(batch)[:, None, None]
-    place, channel = (index // channels).astype(jnp.int32), (index % channels).astype(jnp.int32)  # unsigned: no signs to look at
-    slot, head_ends = jnp.arange(slots)[None, None], ends[..., None].astype(jnp.int32)
-    head = sum((slot >= head_ends[:, :, k]).astype(jnp.int32) for k in range(first, first + heads))  # `heads` of a slot behind theirs
-    begun = slot >= (head_ends[:, :, first - 1] if first else 0)
-    token = pool * jnp.arange(pools)[None, :, None] + jnp.minimum(place, pool - 1)
-    of_head = weights.at[rows, jnp.minimum(head, heads - 1), :, token].get(
-        mode="promise_in_bounds", wrap_negative_indices=False
-    )  # [B, n, P, G]
-    counted = begun & (head < heads) & (token < limits[:, None, None])
-    added = jnp.where(counted[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)
-    values = (
-        jnp.zeros((batch, heads, channels, group), jnp.float32).at[rows, head, channel].add(added, mode="drop", wrap_negative_indices=False)
-    )
-    return jnp.swapaxes(values, 2, 3)
 
 
 def _scores_kernel(
