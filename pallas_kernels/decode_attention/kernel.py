@@ -101,15 +101,15 @@ def attention_in_pieces(
     batch, all_heads, group, channels = q.shape
     heads = range(all_heads) if heads is None else heads
     columns, real = max(8, pl.next_power_of_2(group)), pl.next_power_of_2(group)
-    q = q.astype(jnp.float32)
+    padded = _padded(q.astype(jnp.float32), columns)
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
-    scaled = _padded(q[:, heads.start : heads.stop], real) * (LOG2E * channels**-0.5)
-    more = k.more_scores(scaled, k_stored, limits, launch, first=heads.start)
+    scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)  # padded too: XLA makes queries of one size in one launch
+    more = k.more_scores(scaled, k_stored, limits, launch, real, first=heads.start)
     by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
     added = () if more is None else (more.reshape(batch, len(heads), *by_slots),)
-    inputs = (k.query(_padded(q, columns), k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
+    inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
     limits = limits.astype(jnp.int32)
     begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]  # an array: the kernel is one for all of them

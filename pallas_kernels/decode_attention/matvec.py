@@ -76,7 +76,7 @@ def scores(
         num_stages=tuning.stages,
     )(_tiles(capacity, tuning), *query, *arrays)
     real = padded.reshape(batch, heads, rows, capacity)[:, :, :group]
-    more = reader.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), launch)
+    more = reader.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), launch, group)
     return real if more is None else real + more
 
 

@@ -150,16 +150,17 @@ class Reader(abc.ABC):
 
     def more_scores(
         self,
-        q: Float[Array, "B k G H"],
+        q: Float[Array, "B k Q H"],
         stored: Sequence[Array],
         limits: Int[Array, " B"],
         launch: Launch,
+        group: int,
         turned: Turn | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         """Return what is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing.
 
-        turned: the rotation of keys that are stored before RoPE. first: the KV head that q begins with; of `stored` come all.
+        group: G, the first query heads of each KV head; the rest of Q are padding. turned: the rotation of keys that are stored before RoPE. first: the KV head that q begins with; of `stored` come all.
         """
         return None
 

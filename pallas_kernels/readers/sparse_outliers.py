@@ -31,7 +31,7 @@ LANES = 32  # slots that a program reads at once
 
 
 def outlier_scores(
-    q: Float[Array, "B k G H"],
+    q: Float[Array, "B k Q H"],
     index: UInt16[Array, "B n P"],
     residual: Array,
     ends: UInt16[Array, "B n K"],
@@ -39,14 +39,15 @@ def outlier_scores(
     turned: Turn | None,
     launch: Launch,
     pool: int,
+    group: int,
     first: int = 0,
 ) -> Float[Array, "B k G S"]:
     """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens; unspecified for tokens from limits[b] on.
 
-    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two. first: the
-    KV head that q begins with.
+    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two. group: the
+    query heads of a KV head that scores are for, G; more that q may have are padding. first: the KV head that q begins with.
     """
-    batch, heads, group, channels = q.shape
+    batch, heads, _, channels = q.shape
     pools = index.shape[1]
     shape = jax.ShapeDtypeStruct((batch, heads, group, pools * pool), jnp.float32)
     tables = [] if turned is None else list(turned)
@@ -82,7 +83,7 @@ def _scores_kernel(
     channels: int,
     pool: int,
 ) -> None:
-    # ends [n, K]; index, residual [n, P]; q [G, H]; the tables of a Turn or nothing; then the scores [G, S]
+    # ends [n, K]; index, residual [n, P]; q [Q, H]; the tables of a Turn or nothing; then the scores [G, S]
     *tables, out_ref = refs
     head, number, half = first_ref[0] + pl.program_id(1), pl.program_id(2), channels // 2
     lanes, tokens = (lax.broadcasted_iota(jnp.int32, (size,), 0) for size in (LANES, pool))

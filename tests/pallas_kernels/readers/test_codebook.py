@@ -200,7 +200,7 @@ def test_outliers_of_padding_are_not_read():
     index = np.broadcast_to(64 * np.arange(128, dtype=np.uint16), (2, 2, 128))  # one of each token
     ends, residual = np.full((2, 2, 2), 128, np.uint16), np.ones((2, 2, 128), np.float32)
     limits = jnp.asarray([0, 128])
-    found = outlier_scores(q, jnp.asarray(index), jnp.asarray(residual), jnp.asarray(ends), limits, None, INTERPRETED, 128)
+    found = outlier_scores(q, jnp.asarray(index), jnp.asarray(residual), jnp.asarray(ends), limits, None, INTERPRETED, 128, 1)
     assert (found[0] == 0).all()
     assert (found[1, 0, 0, :128] == 1).all(), "all tokens of a pool that is read"
     assert (found[1, 0, 0, 128:] == 0).all(), "no token of one behind the limit"
