@@ -160,7 +160,8 @@ class Reader(abc.ABC):
     ) -> Float[Array, "B k G S"] | None:
         """Return what is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing.
 
-        group: G, the first query heads of each KV head; the rest of Q are padding. turned: the rotation of keys that are stored before RoPE. first: the KV head that q begins with; of `stored` come all.
+        group: G, the first query heads of each KV head; the rest of Q are padding. turned: the rotation of keys that are stored before
+        RoPE. first: the KV head that q begins with; of `stored` come all.
         """
         return None
 

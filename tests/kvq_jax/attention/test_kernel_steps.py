@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,10 @@ from tests.pallas_kernels.lowering import lower_for_cuda
 
 MIXED = "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4"  # blocks of 64 in a ring of 160, in which they wrap
 OUTLIERS = "kvquant:bits=4"  # without a window of recent tokens: a block leaves with the token that completes it
+MERGED = "kvquant:bits=4,pre_rope=false,sink=16"  # windows, codes and outliers are merged by one kernel
 SPECS = (
     *("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true"),
-    *(MIXED, OUTLIERS),
+    *(MIXED, OUTLIERS, MERGED),
 )
 LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
 STEPS = 40  # in which three blocks and more leave a window
@@ -68,7 +70,7 @@ def compare(spec: str, implementation: Implementation) -> None:
         assert share <= 1e-3, f"array {path} of the state: {share:.1e} of {one.dtype}{one.shape} differ"
 
 
-@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], MIXED, OUTLIERS)))
+@pytest.mark.parametrize("spec", some(SPECS, (*SPECS[:4], MIXED, OUTLIERS, MERGED)))
 def test_steps_are_those_of_xla(spec):
     compare(spec, Launch(interpret=True))
 
@@ -76,7 +78,7 @@ def test_steps_are_those_of_xla(spec):
 def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
     """Compiled for a GPU; a ring that does not hold whole groups, which the kernel would read in one piece, goes the other way."""
     programs = {}
-    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", MIXED, OUTLIERS):
+    for spec in ("kivi:bits=4", "kivi:bits=4,recent=100", MIXED, OUTLIERS, MERGED):
         plan = plan_of(spec)
         state = jax.eval_shape(lambda spec=spec: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
         new = jax.eval_shape(lambda given: given, tokens().window(LENGTHS, LENGTHS + 1, 1))
@@ -89,10 +91,13 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
     assert "stablehlo.case" not in aligned, "a branch"
     assert "stablehlo.case" in other
     assert other.count("quantize_asym_") >= 2
-    for spec, program in zip((MIXED, OUTLIERS), wrapping, strict=True):
+    for spec, program in zip((MIXED, OUTLIERS, MERGED), wrapping, strict=True):
         assert program.count("append_token") == aligned.count("append_token"), spec
         assert "top_k" not in program, f"{spec}: XLA looks for outliers"
     assert "stablehlo.case" not in wrapping[0], f"{MIXED}: a branch"
+    for kernel in ("attend_windows", "outlier_scores", "decode_attention", "outlier_values", "finish_attention"):
+        assert len(re.findall(rf'name = "{kernel}', wrapping[-1])) == 1, f"{MERGED}: {kernel}"
+    assert "scatter" not in wrapping[-1], f"{MERGED}: outliers are summed by XLA"
 
 
 @pytest.mark.gpu
