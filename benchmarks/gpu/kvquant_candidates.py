@@ -28,7 +28,7 @@ from pallas_kernels.decode_attention.tuning import Tuning
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.codebook import CodebookReader
 from pallas_kernels.readers.rotary import RotatedReader
-from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values
+from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import turn
 from pallas_kernels.tiles.layout import SPAN
 
@@ -158,14 +158,13 @@ class _Side:
 
     def call(self, part: str, launch: Launch, x: Array, copy: Any) -> Array:
         params, body = copy
-        index, residual, ends = (getattr(body.outliers, name) for name in ("index", "residual", "ends"))
-        limits, rope = jnp.full((1,), self.shape.tokens), rope_of(self.shape.head_dim)
-        if part == "sparse" and self.side == "v":
-            return outlier_values(x.astype(jnp.float32), index, residual, ends, limits, self.shape.head_dim)
-        if part == "sparse":
-            turned = turn(rope.inverse_frequencies, SPAN * jnp.arange(self.shape.tokens // SPAN))
-            return outlier_scores(x, index, residual, ends, limits, turned, launch, BLOCK)
         reader, arrays = self.body.reader, self.codec.kernel_arrays(params, body)
+        rope = rope_of(self.shape.head_dim)
+        if part == "sparse" and self.side == "v":
+            return matvec.weighted_outliers(x, reader, arrays, launch=launch)
+        if part == "sparse":
+            limits, turned = jnp.full((1,), self.shape.tokens), turn(rope.inverse_frequencies, SPAN * jnp.arange(self.shape.tokens // SPAN))
+            return outlier_scores(x, *arrays[-3:], limits, turned, launch, BLOCK, x.shape[2])
         inner = reader.inner if isinstance(reader, RotatedReader) else reader
         assert isinstance(inner, CodebookReader)
         if part == "dense":

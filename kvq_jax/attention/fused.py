@@ -22,7 +22,7 @@ from kvq_jax.layer.plan import LayerPlan, LayerState, Sides
 from kvq_jax.layer.regions import Regions
 from kvq_jax.types.array_types import LayerInputs, LengthsB, PositionsBT, QueryBNTH, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope
-from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention
+from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention, heads_at_once
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
 from pallas_kernels.decode_attention.windows import DTYPES, attend_windows
@@ -55,12 +55,13 @@ def attend(
     tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
     windows = [] if holds_all else [_attend_windows(plan, after, inputs.rope, rows, tokens, limits[:, 0], launch)]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
-    _, (keys, _), (values, _), _ = arguments
-    as_they_are = plan.v.sums_vectors and not (keys.adds_scores or values.adds_values or values.sums_codes)
+    query, (keys, _), (values, _), _ = arguments
+    held = plan.regions.held_capacity
+    as_they_are = plan.v.sums_vectors and not values.sums_codes and heads_at_once(query, keys, values, held) == plan.heads
     if plan.regions.axis is None and as_they_are:
-        of_body, _ = attention_in_pieces(*arguments, capacity=plan.regions.held_capacity, launch=launch)
+        of_body = attention_in_pieces(*arguments, capacity=held, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
-        return finished([*windows, of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
+        return finished([*windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
     part = _body_part(launch, plan, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)

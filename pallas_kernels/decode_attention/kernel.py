@@ -31,13 +31,15 @@ from pallas_kernels.decode_attention.schedule import Pieces, Run, Schedule, Unit
 from pallas_kernels.decode_attention.tuning import Tuning, tuning_for
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
-from pallas_kernels.readers.shared import LN2, LOG2E, real_columns
+from pallas_kernels.readers.shared import LOG2E, real_columns
 from pallas_kernels.tiles.arithmetic import exp2
 from pallas_kernels.tiles.layout import SPAN
 from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
-STORED_SCORES = 32 << 20  # bytes of the scores that a launch reads or stores, for outliers: heads whose scores need more come after others
+# Bytes of the scores that outliers need, at most, in one launch: heads whose scores take more come after others. An 8B model has as many
+# with 2M tokens in all rows, in temporary memory that all layers share: one part in 60 of 4-bit KVQuant's 16 GB for those tokens.
+STORED_SCORES = 256 << 20
 
 
 def decode_attention(
@@ -53,46 +55,32 @@ def decode_attention(
     """Attend with one query token of each sequence to its first limits[b] of `capacity` stored tokens; contract above.
 
     q [B, K, G, H], not scaled. keys, values: a reader and the stored arrays. Rounds q, probabilities and dequantized values to fp16
-    (full-precision rows: to their dtype); scores, sums and the merge are fp32. Where scores are stored, for outliers, KV heads come in
-    groups whose scores fit STORED_SCORES. Raises ValueError where the tuning's tile does not fit the contract.
+    (full-precision rows: to their dtype); scores, sums and the merge are fp32. KV heads come in groups of `heads_at_once`. Raises
+    ValueError where the tuning's tile does not fit the contract.
     """
-    batch, heads, group, _ = q.shape
-    stored = keys[0].adds_scores or values[0].adds_values
-    at_once = _heads_at_once(heads, 4 * batch * pl.next_power_of_2(group) * capacity) if stored else heads
-    parts: list[PartialAttention] = []
+    heads, group = q.shape[1:3]
+    at_once = heads_at_once(q, keys[0], values[0], capacity)
+    of_groups: list[PartialAttention] = []
     for first in range(0, heads, at_once):
-        if parts:  # the next heads' scores take the place of these, and nothing that is made for both is kept between
-            q, k_stored, o = lax.optimization_barrier((q, tuple(keys[1]), parts[-1].o))
-            keys, parts[-1] = (keys[0], k_stored), parts[-1]._replace(o=o)
-        parts.append(_attend_heads(q, keys, values, limits, range(first, first + at_once), capacity, tuning, launch))
-    return parts[0] if len(parts) == 1 else PartialAttention(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+        if of_groups:  # the next heads' scores take the place of these
+            q, o = lax.optimization_barrier((q, of_groups[-1].o))
+            of_groups[-1] = of_groups[-1]._replace(o=o)
+        of_heads = range(first, first + at_once)
+        pieces = attention_in_pieces(q, keys, values, limits, capacity=capacity, heads=of_heads, tuning=tuning, launch=launch)
+        of_groups.append(values[0].values_of(merged(pieces, group, launch=launch), values[1], first))
+    if len(of_groups) == 1:
+        return of_groups[0]
+    return PartialAttention(*(jnp.concatenate(arrays, axis=1) for arrays in zip(*of_groups, strict=True)))
 
 
-def _heads_at_once(heads: int, nbytes: int) -> int:
-    """Return how many KV heads are attended to in one launch, with scores of `nbytes` for each: as many as STORED_SCORES holds."""
-    return next((h for h in range(heads, 1, -1) if heads % h == 0 and h * nbytes <= STORED_SCORES), 1)
-
-
-def _attend_heads(
-    q: Float[Array, "B K G H"],
-    keys: tuple[Reader, Sequence[Array]],
-    values: tuple[Reader, Sequence[Array]],
-    limits: Int[Array, " B"],
-    heads: range,
-    capacity: int,
-    tuning: Tuning | None,
-    launch: Launch,
-) -> PartialAttention:
-    pieces, kept = attention_in_pieces(q, keys, values, limits, capacity=capacity, heads=heads, tuning=tuning, launch=launch)
-    v, v_stored = values
-    part = v.values_of(merged([pieces], q.shape[2], launch=launch), v_stored, heads.start)
-    if kept is None:
-        return part
-    weights = jnp.exp(kept[:, :, : q.shape[2]] * LN2 - part.m)
-    if len(heads) < q.shape[1]:  # memory is short: nothing that comes of slots is there before the scores have become weights
-        weights, v_stored = lax.optimization_barrier((weights, tuple(v_stored)))
-    more = v.more_values(weights, v_stored, limits, heads.start)
-    return part if more is None else part._replace(o=part.o + more)
+def heads_at_once(q: Float[Array, "B K G H"], k: Reader, v: Reader, capacity: int) -> int:
+    """Return how many KV heads are attended to in one launch: all, or as many as have scores that STORED_SCORES holds, where outliers need
+    them."""
+    batch, heads, group, _ = q.shape
+    if not (k.adds_scores or v.adds_values):
+        return heads
+    of_head = 4 * batch * pl.next_power_of_2(group) * capacity
+    return next((h for h in range(heads, 1, -1) if heads % h == 0 and h * of_head <= STORED_SCORES), 1)
 
 
 def attention_in_pieces(
@@ -105,8 +93,8 @@ def attention_in_pieces(
     heads: range | None = None,
     tuning: Tuning | None = None,
     launch: Launch = LAUNCH,
-) -> tuple[Pieces, Float[Array, "B k R S"] | None]:
-    """Return what `decode_attention` merges, and all scores, in units of log2, where the values need them (`Reader.adds_values`).
+) -> list[Pieces]:
+    """Return what `decode_attention` merges: what programs leave, and what outliers add to the values, if the values have any.
 
     heads: the KV heads that are attended to; all of them where it is None.
     """
@@ -117,19 +105,19 @@ def attention_in_pieces(
     (k, k_stored), (v, v_stored) = keys, values
     tuning = tuning or tuning_for(k, v, columns, capacity, launch.asm)
     _check(capacity, tuning.tile, k, v)
-    scaled = q.astype(jnp.float32)[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)
-    more = k.more_scores(scaled, k_stored, limits, launch, first=heads.start)
+    scaled = padded[:, heads.start : heads.stop] * (LOG2E * channels**-0.5)  # padded too: XLA makes queries of one size in one launch
+    more = k.more_scores(scaled, k_stored, limits, launch, real, first=heads.start)
     by_slots = real, capacity // SPAN, k.slots, SPAN // k.slots
-    added = () if more is None else (_padded(more, real).reshape(batch, len(heads), *by_slots),)
+    added = () if more is None else (more.reshape(batch, len(heads), *by_slots),)
     inputs = (k.query(padded, k_stored), k.arrays(k_stored), v.arrays(v_stored), added)
     counts = tuple(len(arrays) for arrays in inputs)
-    flat = [array for arrays in inputs for array in arrays]
+    limits = limits.astype(jnp.int32)
+    begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]  # an array: the kernel is one for all of them
+    flat = [limits, *begin, *(array for arrays in inputs for array in arrays)]
     schedule = Schedule(tuning.programs(batch * len(heads), capacity), tuning.tile, batch, len(heads))
     shapes = [jax.ShapeDtypeStruct((schedule.pieces, *shape), jnp.float32) for shape in ((real,), (real,), (channels, real))]
     if v.adds_values:
         shapes.append(jax.ShapeDtypeStruct((batch, len(heads), *by_slots), jnp.float32))
-    limits = limits.astype(jnp.int32)
-    begin = [] if len(heads) == all_heads else [jnp.full((1,), heads.start, jnp.int32)]  # an array: the kernel is one for all of them
     m, l, o, *kept = triton_call(
         functools.partial(
             _kernel,
@@ -143,14 +131,18 @@ def attention_in_pieces(
         ),
         name="decode_attention",
         grid=(schedule.programs,),
-        in_specs=[whole_array_but(0, array, ()) for array in (limits, *begin, *flat)],
+        in_specs=[whole_array_but(0, array, ()) for array in flat],
         out_specs=[whole_array_but(0, shape, ()) for shape in shapes],
         out_shape=shapes,
         launch=launch,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
-    )(limits, *begin, *flat)
-    return Pieces(m, l, o, limits, schedule), kept[0].reshape(batch, len(heads), real, capacity) if kept else None
+        aliases={len(flat) - 1: 3} if added and v.adds_values else {},  # a token's scores take the place of what was added to them
+    )(*flat)
+    pieces = [Pieces(m, l, o, limits, schedule)]
+    if kept:
+        pieces += v.more_values(kept[0].reshape(batch, len(heads), real, capacity), v_stored, limits, launch, heads.start)
+    return pieces
 
 
 def _check(capacity: int, tile: int, k: Reader, v: Reader) -> None:
@@ -183,25 +175,22 @@ def _kernel(
 ) -> None:
     # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys and the values, more scores (by slots) if
     # there are any; then m [P, R], l [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need them
-    program, head = pl.program_id(0), 0
+    head = 0
     if schedule.heads < all_heads:
         head, refs = refs[0][0], refs[1:]
-    begin, end = schedule.share(limits_ref, program)
+    inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
+    ends = [sum(counts[: i + 1]) for i in range(4)]
+    whole = dataclasses.replace(schedule, heads=all_heads)
 
-    def read(at: Array) -> Array:
-        run = schedule.run(limits_ref, at, end)
-        inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
-        ends = [sum(counts[: i + 1]) for i in range(4)]
-        whole = dataclasses.replace(schedule, heads=all_heads)
+    def read(run: Run, place: Array) -> None:
         of_unit = [Unit(ref, run.row, run.head + head, whole) for ref in inputs[: ends[2]]]
         of_scores = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])]
         query, keys, values = (of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False))
         added, kept = of_scores[: counts[3]], of_scores[counts[3] :]
         carry = _attend_run(run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns)
-        _store_piece(outputs[:3], program + run.row * schedule.heads + run.head, *carry)
-        return at + run.end - run.first
+        _store_piece(outputs[:3], place, *carry)
 
-    lax.while_loop(lambda at: at < end, read, begin)
+    schedule.for_each_run(limits_ref, read)
 
 
 def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array) -> None:

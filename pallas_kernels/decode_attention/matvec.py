@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from pallas_kernels.decode_attention.merge import merged
+from pallas_kernels.decode_attention.partial_attention import NEG_INF
 from pallas_kernels.decode_attention.tuning import TUNING, Tuning
 from pallas_kernels.launch import LAUNCH, Launch
 from pallas_kernels.readers.base import Reader
@@ -74,7 +76,7 @@ def scores(
         num_stages=tuning.stages,
     )(_tiles(capacity, tuning), *query, *arrays)
     real = padded.reshape(batch, heads, rows, capacity)[:, :, :group]
-    more = reader.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), launch)
+    more = reader.more_scores(q.astype(jnp.float32), stored, jnp.full((batch,), capacity), launch, group)
     return real if more is None else real + more
 
 
@@ -83,7 +85,7 @@ def weighted_values(
 ) -> Float[Array, "B K G H"]:
     """Return sum_t p_t v_t over every stored token, fp32.
 
-    p of any float dtype is rounded to fp16 (full-precision rows: to their dtype).
+    p of any float dtype is rounded to fp16 (full-precision rows: to their dtype); not negative where values have outliers.
     """
     batch, heads, group, capacity = p.shape
     _check(capacity, tuning)
@@ -106,8 +108,17 @@ def weighted_values(
     )(_tiles(capacity, tuning), weights, *arrays)
     total = jnp.sum(partial_sums, axis=2)[..., :: columns // rows]  # [B, K, C, W, rows]
     real = jnp.moveaxis(total, 4, 2).reshape(batch, heads, rows, count * width)[:, :, :group]
-    more = reader.more_values(p.astype(jnp.float32), stored, jnp.full((batch,), capacity))
-    return real if more is None else real + more
+    return real + weighted_outliers(p, reader, stored, launch=launch) if reader.adds_values else real
+
+
+def weighted_outliers(
+    p: Float[Array, "B K G S"], reader: Reader, stored: Sequence[Array], *, launch: Launch = LAUNCH
+) -> Float[Array, "B K G H"]:
+    """Return what the outliers of values (`Reader.adds_values`) add to `weighted_values`, fp32. p is not negative."""
+    batch, _, group, capacity = p.shape
+    exponents = _pad_heads(jnp.maximum(jnp.log2(p.astype(jnp.float32)), NEG_INF), _padded(group)[0])
+    part = merged(reader.more_values(exponents, stored, jnp.full((batch,), capacity), launch), group, launch=launch)
+    return jnp.exp(part.m) * part.o
 
 
 def _check(capacity: int, tuning: Tuning) -> None:

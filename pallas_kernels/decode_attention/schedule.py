@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,18 @@ class Schedule:
         head = lax.div(place, jnp.maximum(count, 1))
         first = place - head * count
         return Run(found, head, first, jnp.minimum(count, first + end - at), limit)
+
+    def for_each_run(self, limits_ref: Any, read: Callable[[Run, Int[Array, ""]], None]) -> None:
+        """Call `read` with each run of this program's share and the place of its piece."""
+        program = pl.program_id(0)
+        begin, end = self.share(limits_ref, program)
+
+        def one(at: Array) -> Array:
+            run = self.run(limits_ref, at, end)
+            read(run, program + run.row * self.heads + run.head)
+            return at + run.end - run.first
+
+        lax.while_loop(lambda at: at < end, one, begin)
 
     def pieces_of(self, limits_ref: Any, number: Int[Array, ""], head: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Return (first, end) of the places of a unit's pieces."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.partial_attention import WEIGHT_EXPONENT, PartialAttention
+from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.halves import Half
@@ -139,26 +140,28 @@ class Reader(abc.ABC):
         return False
 
     def more_values(
-        self, weights: Float[Array, "B k G S"], stored: Sequence[Array], limits: Int[Array, " B"], first: int = 0
-    ) -> Float[Array, "B k G H"] | None:
-        """Return what is to be added to the weighted values of the first limits[b] tokens; None for nothing.
+        self, scores: Float[Array, "B k R S"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, first: int = 0
+    ) -> list[Pieces]:
+        """Return what is to be added to the values of the first limits[b] tokens, weighted by 2^score, as parts whose l is 0.
 
-        first: the KV head that the weights begin with; of `stored` come all.
+        first: the KV head that the scores begin with; of `stored` come all.
         """
-        return None
+        return []
 
     def more_scores(
         self,
-        q: Float[Array, "B k G H"],
+        q: Float[Array, "B k Q H"],
         stored: Sequence[Array],
         limits: Int[Array, " B"],
         launch: Launch,
+        group: int,
         turned: Turn | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         """Return what is to be added to q . k of the first limits[b] tokens, not scaled; None for nothing.
 
-        turned: the rotation of keys that are stored before RoPE. first: the KV head that q begins with; of `stored` come all.
+        group: G, the first query heads of each KV head; the rest of Q are padding. turned: the rotation of keys that are stored before
+        RoPE. first: the KV head that q begins with; of `stored` come all.
         """
         return None
 

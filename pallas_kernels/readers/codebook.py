@@ -9,15 +9,17 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.outlier_values import outlier_values
+from pallas_kernels.decode_attention.schedule import Pieces
 from pallas_kernels.launch import Launch
 from pallas_kernels.readers.base import Reader, Rows, Step
 from pallas_kernels.readers.shared import LOG2E, add_up, by_slots, dot, query_planes, token_scale
-from pallas_kernels.readers.sparse_outliers import outlier_scores, outlier_values
+from pallas_kernels.readers.sparse_outliers import outlier_scores
 from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.arithmetic import half_multiply_add, multiply_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import PlaneLayout
-from pallas_kernels.tiles.table_lookup import LookedUp, Table, byte_planes, in_both_halves, in_registers
+from pallas_kernels.tiles.table_lookup import LookedUp, Table, table_words
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import read_words
 
@@ -79,10 +81,11 @@ class CodebookReader(Reader):
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
-        table = table.astype(jnp.float16)[None, None]
         of_channels = self.affine == "channels"
-        scales = [s.astype(jnp.float16)[None] for s in scales] if of_channels else by_slots(scales, self.slots)
-        return (*words, table, byte_planes(table), *scales)
+        scales = (
+            [jnp.stack(scales, axis=1).astype(jnp.float16)[None]] if of_channels else by_slots(scales, self.slots)
+        )  # stacked in one launch
+        return (*words, table_words(table.astype(jnp.float16)[None, None]), *scales)
 
     @property
     def weight_exponent(self) -> int:
@@ -97,22 +100,23 @@ class CodebookReader(Reader):
         return self.pool > 0
 
     def more_values(
-        self, weights: Float[Array, "B k G S"], stored: Sequence[Array], limits: Int[Array, " B"], first: int = 0
-    ) -> Float[Array, "B k G H"] | None:
-        index, residual, ends = stored[-3:]
-        return outlier_values(weights, index, residual, ends, limits, self.layout.channels, first) if self.pool else None
+        self, scores: Float[Array, "B k R S"], stored: Sequence[Array], limits: Int[Array, " B"], launch: Launch, first: int = 0
+    ) -> list[Pieces]:
+        if not self.pool:
+            return []
+        return [outlier_values(scores, *stored[-3:], limits, self.layout.channels, first=first, launch=launch)]
 
     def more_scores(
         self,
-        q: Float[Array, "B k G H"],
+        q: Float[Array, "B k Q H"],
         stored: Sequence[Array],
         limits: Int[Array, " B"],
         launch: Launch,
+        group: int,
         turned: Turn | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
-        index, residual, ends = stored[-3:]
-        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool, first) if self.pool else None
+        return outlier_scores(q, *stored[-3:], limits, turned, launch, self.pool, group, first) if self.pool else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
@@ -162,15 +166,13 @@ class CodebookReader(Reader):
         return lambda slot, chunk: self._affine(looked_up.plane(slot, chunk), refs, slot, chunk, tile, asm)
 
     def _look_up(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> LookedUp:
-        table, byte_words = refs[self._sets], refs[self._sets + 1]
-        entries = [in_both_halves(table[i]) for i in range(1 << self.layout.bits)] if not asm else []
-        words = [in_registers(byte_words[i]) for i in range(byte_words.shape[0])] if asm else []
-        return LookedUp.of(read_words(refs, self.layout, tile, axis, asm), self.layout, Table(entries, words))
+        table = Table.read(refs[self._sets], 1 << self.layout.bits, asm)
+        return LookedUp.of(read_words(refs, self.layout, tile, axis, asm), self.layout, table)
 
     def _affine(self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
         if self.affine == "channels":
             at = slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
-            scale, zero = (s[at][None, :] for s in refs[self._sets + 2 :][:2])
+            scale, zero = (refs[self._sets + 1][i, at][None, :] for i in range(2))
         else:
             group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
             scale, zero = (s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile))
@@ -178,5 +180,5 @@ class CodebookReader(Reader):
         return half_multiply_add(entries, scale, zero, asm)
 
     def _of_tokens(self, refs: Sequence[Any], group: int, slot: int, tile: Tile) -> tuple[Array, Array]:
-        scale, zero = (token_scale(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 2 :][:2])
+        scale, zero = (token_scale(ref, group, self.slots, slot, tile, self.scale_dtype) for ref in refs[self._sets + 1 :][:2])
         return scale.astype(jnp.float32), zero.astype(jnp.float32)

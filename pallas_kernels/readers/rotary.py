@@ -102,17 +102,18 @@ class RotatedReader(Reader):
 
     def more_scores(
         self,
-        q: Float[Array, "B k G H"],
+        q: Float[Array, "B k Q H"],
         stored: Sequence[Array],
         limits: Int[Array, " B"],
         launch: Launch,
+        group: int,
         turned: Turn | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
         if not self.inner.adds_scores:
             return None
         inner, frequencies, factor, starts = self._apart(stored)
-        return self.inner.more_scores(q * factor, inner, limits, launch, turn(frequencies, starts), first)
+        return self.inner.more_scores(q * factor, inner, limits, launch, group, turn(frequencies, starts), first)
 
     def _apart(self, stored: Sequence[Array]) -> tuple[Sequence[Array], Array, Array, Int[Array, " spans"]]:
         """Return the other reader's arrays, the frequencies, the attention factor and the position of each span's first token."""

@@ -4,9 +4,9 @@
     values    + sum over tokens and their slots          p * residual at the channel
 
 The slots of a pool are sorted by head, then token: those of head k lie from ends[p, k - 1] to ends[p, k], each with the place
-t * H + h of its token in the pool and its channel. Outliers are read apart from the attention kernel. Scores: a program takes a head of a
-pool, LANES slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and nothing depends on
-the order of threads. Values: a scatter of the weights, which the attention kernel has stored.
+t * H + h of its token in the pool and its channel. Outliers are read apart from the attention kernel. Scores come before it: a program
+takes a head of a pool, LANES slots at a time, and adds each slot's share to its token by a one-hot sum, so that no atomics are needed and
+nothing depends on the order of threads. Values come after it, from the scores that it stores (decode_attention/outlier_values.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LANES = 32  # slots that a program reads at once
 
 
 def outlier_scores(
-    q: Float[Array, "B k G H"],
+    q: Float[Array, "B k Q H"],
     index: UInt16[Array, "B n P"],
     residual: Array,
     ends: UInt16[Array, "B n K"],
@@ -39,14 +39,15 @@ def outlier_scores(
     turned: Turn | None,
     launch: Launch,
     pool: int,
+    group: int,
     first: int = 0,
 ) -> Float[Array, "B k G S"]:
     """Return the sum over slots of residual * q[channel], fp32, for the n * pool tokens; unspecified for tokens from limits[b] on.
 
-    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two. first: the
-    KV head that q begins with.
+    turned: given where residuals belong to keys before RoPE, which stand at those positions. pool: its tokens, a power of two. group: the
+    query heads of a KV head that scores are for, G; more that q may have are padding. first: the KV head that q begins with.
     """
-    batch, heads, group, channels = q.shape
+    batch, heads, _, channels = q.shape
     pools = index.shape[1]
     shape = jax.ShapeDtypeStruct((batch, heads, group, pools * pool), jnp.float32)
     tables = [] if turned is None else list(turned)
@@ -70,39 +71,6 @@ def outlier_scores(
     return scores
 
 
-def outlier_values(
-    weights: Float[Array, "B k G S"],
-    index: UInt16[Array, "B n P"],
-    residual: Array,
-    ends: UInt16[Array, "B n K"],
-    limits: Int[Array, " B"],
-    channels: int,
-    first: int = 0,
-) -> Float[Array, "B k G H"]:
-    """Return the sum over the first limits[b] tokens and their slots of weight * residual, at the slot's channel; fp32.
-
-    first: the KV head that the weights begin with. This is XLA's scatter, which on a GPU adds in any order. So that XLA stores nothing as
-    long as the slots but some of their bits, there is no sum along an axis, and no bounds of a gather to check.
-    """
-    batch, heads, group, tokens = weights.shape
-    pools, slots = index.shape[1:]
-    pool, rows = tokens // pools, jnp.arange(batch)[:, None, None]
-    place, channel = (index // channels).astype(jnp.int32), (index % channels).astype(jnp.int32)  # unsigned: no signs to look at
-    slot, head_ends = jnp.arange(slots)[None, None], ends[..., None].astype(jnp.int32)
-    head = sum((slot >= head_ends[:, :, k]).astype(jnp.int32) for k in range(first, first + heads))  # `heads` of a slot behind theirs
-    begun = slot >= (head_ends[:, :, first - 1] if first else 0)
-    token = pool * jnp.arange(pools)[None, :, None] + jnp.minimum(place, pool - 1)
-    of_head = weights.at[rows, jnp.minimum(head, heads - 1), :, token].get(
-        mode="promise_in_bounds", wrap_negative_indices=False
-    )  # [B, n, P, G]
-    counted = begun & (head < heads) & (token < limits[:, None, None])
-    added = jnp.where(counted[..., None], of_head * as_float(residual, "float16").astype(jnp.float32)[..., None], 0)
-    values = (
-        jnp.zeros((batch, heads, channels, group), jnp.float32).at[rows, head, channel].add(added, mode="drop", wrap_negative_indices=False)
-    )
-    return jnp.swapaxes(values, 2, 3)
-
-
 def _scores_kernel(
     limit_ref: Any,
     first_ref: Any,
@@ -115,7 +83,7 @@ def _scores_kernel(
     channels: int,
     pool: int,
 ) -> None:
-    # ends [n, K]; index, residual [n, P]; q [G, H]; the tables of a Turn or nothing; then the scores [G, S]
+    # ends [n, K]; index, residual [n, P]; q [Q, H]; the tables of a Turn or nothing; then the scores [G, S]
     *tables, out_ref = refs
     head, number, half = first_ref[0] + pl.program_id(1), pl.program_id(2), channels // 2
     lanes, tokens = (lax.broadcasted_iota(jnp.int32, (size,), 0) for size in (LANES, pool))

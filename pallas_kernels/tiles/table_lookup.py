@@ -19,7 +19,7 @@ Exact: entries are copied, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,18 @@ from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
 
 
+def table_words(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
+    """Return what a kernel reads of a table of 4, 8 or 16 entries: each in both halves of 32 bits, then their `byte_planes`."""
+    return jnp.concatenate([in_both_halves(table), byte_planes(table)], axis=-1)
+
+
 def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
     """Return a table of 4, 8 or 16 entries as `prmt` wants it: the low bytes of all entries, four in a word, then the high bytes."""
     bits = lax.bitcast_convert_type(table, jnp.uint16).astype(jnp.uint32)
-    planes = jnp.stack([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-2)  # [*lead, 2, entries]
-    shifts = jnp.broadcast_to(jnp.arange(0, 32, 8, dtype=jnp.uint32), (*planes.shape[:-1], planes.shape[-1] // 4, 4))
-    words = jnp.sum(planes.reshape(shifts.shape) << shifts, axis=-1, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32).reshape(*table.shape[:-1], -1)
+    planes = jnp.concatenate([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-1)
+    first, second, third, fourth = (planes[..., i::4] for i in range(4))  # no sum along an axis, which XLA would launch by itself
+    words = first | second << jnp.uint32(8) | third << jnp.uint32(16) | fourth << jnp.uint32(24)
+    return lax.bitcast_convert_type(words, jnp.int32)
 
 
 def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]) -> Halves:
@@ -51,16 +56,25 @@ def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Arr
     return out_of_pairs(chosen_entry, words.axis)
 
 
-def in_both_halves(entry: Float16[Array, ""]) -> UInt32[Array, "1 1"]:
-    """Repeat the bits of an entry in both halves of 32 bits."""
-    return (lax.bitcast_convert_type(entry, jnp.uint16).astype(jnp.uint32) * np.uint32(0x10001)).reshape(1, 1)
+def in_both_halves(entries: Float16[Array, "*lead"]) -> Int32[Array, "*lead"]:
+    """Repeat the bits of each entry in both halves of 32 bits."""
+    bits = lax.bitcast_convert_type(entries, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits * jnp.uint32(0x10001), jnp.int32)
 
 
 class Table(NamedTuple):
-    """The entries of a table in both halves of 32 bits, and the words of its `byte_planes`: read once outside of a loop over fields."""
+    """The entries of a table in both halves of 32 bits, for array operations, or the words of its `byte_planes`, for assembly: read once
+    outside of a loop over fields."""
 
     entries: Sequence[UInt32[Array, "1 1"]]
     bytes: Sequence[Int32[Array, "1 1"]]
+
+    @classmethod
+    def read(cls, words_ref: Any, entries: int, asm: bool) -> Table:
+        """Read the `table_words` of so many entries."""
+        if asm:
+            return cls([], [in_registers(words_ref[i]) for i in range(entries, words_ref.shape[0])])
+        return cls([lax.bitcast_convert_type(words_ref[i], jnp.uint32).reshape(1, 1) for i in range(entries)], [])
 
 
 class LookedUp(NamedTuple):

@@ -101,7 +101,9 @@ def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None
     limits = jax.ShapeDtypeStruct((2,), jnp.int32)
 
     def scores(q, index, residual, ends, limits, frequencies):
-        return outlier_scores(q, index, residual, ends, limits, turn(frequencies, 5 + 32 * jnp.arange(128)) if turned else None, LAUNCH, 32)
+        return outlier_scores(
+            q, index, residual, ends, limits, turn(frequencies, 5 + 32 * jnp.arange(128)) if turned else None, LAUNCH, 32, 4
+        )
 
     kernel = compile_for(target, scores, (q, slots, slots, ends, limits, positions)).kernel("outlier_scores")
     assert kernel.threads == 32, "a warp for each head of a pool"

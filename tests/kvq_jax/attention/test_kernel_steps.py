@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ MIXED = "k=polarquant:radius_bits=2,group_size=64+v=kivi:bits=4"  # blocks of 64
 OUTLIERS = "kvquant:bits=4"  # without a window of recent tokens: a block leaves with the token that completes it
 SPECS = (
     *("kivi:bits=4", "innerq:bits=2", "innerq:bits=2,recent=100", "dense", "dense:block=32", "nf4", "kivi:bits=4,pre_rope=true"),
-    *(MIXED, OUTLIERS),
+    *(MIXED, OUTLIERS, "kvquant:bits=4,pre_rope=false"),
 )
 LENGTHS = np.array([0, 127, 95, 260, CAPACITY - 37], np.int32)  # nothing yet; before, at and after a block's end; full after 37 steps
 STEPS = 40  # in which three blocks and more leave a window
@@ -96,6 +97,9 @@ def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
         assert "top_k" not in programs[spec], f"{spec}: XLA looks for outliers"
         if spec != OUTLIERS:  # whose windows, before RoPE, ask for the platform
             assert "stablehlo.case" not in programs[spec], f"{spec}: a branch"
+    for kernel in ("attend_windows", "outlier_scores", "decode_attention", "outlier_values", "finish_attention"):
+        assert len(re.findall(rf'name = "{kernel}', programs[OUTLIERS])) == 1, f"{OUTLIERS}: {kernel}"
+    assert "scatter" not in programs[OUTLIERS], f"{OUTLIERS}: outliers are summed by XLA"
 
 
 @pytest.mark.gpu
