@@ -206,8 +206,8 @@ def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest
 def _attend_run(
     run: Run,
     query: Sequence[Unit],
-    keys: Sequence[Unit],
-    values: Sequence[Unit],
+    keys: Sequence[Any],
+    values: Sequence[Any],
     added: Sequence[Unit],
     kept: Sequence[Unit],
     readers: tuple[Reader, Reader],
@@ -218,7 +218,7 @@ def _attend_run(
 ) -> tuple[list[Array], Array, Array]:
     """Return sums [W, R] for each chunk of channels, largest scores [R] and sums of weights [R] of a run of tiles of `size` tokens."""
     k, v = readers
-    query = k.opened(query)
+    query, keys, values = k.opened(query), k.opened_arrays(keys, asm), v.opened_arrays(values, asm)
     first, limit = run.first, run.limit
     end = jnp.minimum(run.end * size, limit)
     whole, tiles = end // size - first, run.end - first

@@ -165,7 +165,7 @@ def _tiles_of_split(tiles: Array) -> tuple[Array, Array]:
 def _scores_kernel(tiles_ref: Any, *refs: Any, reader: Reader, query_arrays: int, tuning: Tuning, asm: bool) -> None:
     # refs: query arrays, stored arrays, then the scores [rows, S] (by slots) of a KV head
     query, arrays, out_ref = refs[:query_arrays], refs[query_arrays:-1], refs[-1]
-    heads, query = out_ref.shape[0], reader.opened(query)
+    heads, query, arrays = out_ref.shape[0], reader.opened(query), reader.opened_arrays(arrays, asm)
 
     def step(i: Array, carry: tuple[()]) -> tuple[()]:
         tile = Tile(tuning.tile, i * tuning.tile, i)
@@ -184,7 +184,7 @@ def _scores_kernel(tiles_ref: Any, *refs: Any, reader: Reader, query_arrays: int
 
 def _values_kernel(tiles_ref: Any, weight_ref: Any, *refs: Any, reader: Reader, tuning: Tuning, columns: int, asm: bool) -> None:
     # refs: weights [rows, S] (by slots) and stored arrays of a KV head, then the sums [C, W, columns] of this program's split
-    arrays, out_ref = refs[:-1], refs[-1]
+    arrays, out_ref = reader.opened_arrays(refs[:-1], asm), refs[-1]
     heads, tokens = weight_ref.shape[0], tuning.tile // reader.slots
 
     def weights(tile: Tile, slot: int) -> Array:

@@ -173,6 +173,11 @@ class Reader(abc.ABC):
         """Return what `scores` takes as its query, from the refs of these arrays. A kernel calls it once, before its loop."""
         return query
 
+    def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
+        """Return what `scores`, `weigh` and `rows` take as their arrays, from the refs of `arrays`. A kernel calls it once, before its
+        loop."""
+        return refs
+
     @property
     def weight_exponent(self) -> int:
         """Return the power of two of the largest weight that `weigh` takes."""

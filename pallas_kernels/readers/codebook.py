@@ -19,7 +19,7 @@ from pallas_kernels.readers.turn import Turn
 from pallas_kernels.tiles.arithmetic import half_multiply_add, multiply_add
 from pallas_kernels.tiles.halves import Half, joined
 from pallas_kernels.tiles.layout import PlaneLayout
-from pallas_kernels.tiles.table_lookup import LookedUp, Table, table_words
+from pallas_kernels.tiles.table_lookup import LookedUp, Table
 from pallas_kernels.tiles.tile import Tile
 from pallas_kernels.tiles.words import read_words
 
@@ -81,11 +81,12 @@ class CodebookReader(Reader):
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
-        of_channels = self.affine == "channels"
-        scales = (
-            [jnp.stack(scales, axis=1).astype(jnp.float16)[None]] if of_channels else by_slots(scales, self.slots)
-        )  # stacked in one launch
-        return (*words, table_words(table.astype(jnp.float16)[None, None]), *scales)
+        scales = [s[None] for s in scales] if self.affine == "channels" else by_slots(scales, self.slots)
+        return (*words, table[None, None], *scales)
+
+    def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
+        table = Table.read(refs[self._sets], asm)
+        return (*refs[: self._sets], table, *refs[self._sets + 1 :])
 
     @property
     def weight_exponent(self) -> int:
@@ -166,13 +167,12 @@ class CodebookReader(Reader):
         return lambda slot, chunk: self._affine(looked_up.plane(slot, chunk), refs, slot, chunk, tile, asm)
 
     def _look_up(self, refs: Sequence[Any], tile: Tile, axis: int, asm: bool) -> LookedUp:
-        table = Table.read(refs[self._sets], 1 << self.layout.bits, asm)
-        return LookedUp.of(read_words(refs, self.layout, tile, axis, asm), self.layout, table)
+        return LookedUp.of(read_words(refs, self.layout, tile, axis, asm), self.layout, refs[self._sets])
 
     def _affine(self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
         if self.affine == "channels":
             at = slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
-            scale, zero = (refs[self._sets + 1][i, at][None, :] for i in range(2))
+            scale, zero = (s[at].astype(jnp.float16)[None, :] for s in refs[self._sets + 1 :][:2])
         else:
             group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
             scale, zero = (s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile))

@@ -128,6 +128,10 @@ class RotatedReader(Reader):
         """Return how far each token stands from the shard's first one."""
         return tokens if self.shards == 1 else tokens // self.block * (self.block * self.shards) + tokens % self.block
 
+    def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
+        *inner, cosines, sines = refs
+        return (*self.inner.opened_arrays(inner, asm), cosines, sines)
+
     def scores(self, query: Sequence[Any], refs: Sequence[Any], tile: Tile, asm: bool) -> Rows:
         *inner, cosines, sines = refs
         half, scores = self.chunks[0] // 2, []

@@ -33,18 +33,11 @@ from pallas_kernels.tiles.layout import PlaneLayout
 from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
 
 
-def table_words(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
-    """Return what a kernel reads of a table of 4, 8 or 16 entries: each in both halves of 32 bits, then their `byte_planes`."""
-    return jnp.concatenate([in_both_halves(table), byte_planes(table)], axis=-1)
-
-
-def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
-    """Return a table of 4, 8 or 16 entries as `prmt` wants it: the low bytes of all entries, four in a word, then the high bytes."""
-    bits = lax.bitcast_convert_type(table, jnp.uint16).astype(jnp.uint32)
-    planes = jnp.concatenate([bits & jnp.uint32(255), bits >> jnp.uint32(8)], axis=-1)
-    first, second, third, fourth = (planes[..., i::4] for i in range(4))  # no sum along an axis, which XLA would launch by itself
-    words = first | second << jnp.uint32(8) | third << jnp.uint32(16) | fourth << jnp.uint32(24)
-    return lax.bitcast_convert_type(words, jnp.int32)
+def byte_planes(entries: Sequence[UInt32[Array, "*lead"]]) -> list[Int32[Array, "*lead"]]:
+    """Return fp16 entries, given as their bits, as `prmt` wants them: the low bytes of all, four in a word, then the high bytes."""
+    planes = [entry & np.uint32(255) for entry in entries] + [entry >> np.uint32(8) for entry in entries]
+    words = [first | second << 8 | third << 16 | fourth << 24 for first, second, third, fourth in zip(*[iter(planes)] * 4, strict=True)]
+    return [lax.bitcast_convert_type(word, jnp.int32) for word in words]
 
 
 def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Array, "#a #b"]]) -> Halves:
@@ -56,25 +49,21 @@ def chosen(words: PairedWords, bits: Sequence[Bit], entries: Sequence[UInt32[Arr
     return out_of_pairs(chosen_entry, words.axis)
 
 
-def in_both_halves(entries: Float16[Array, "*lead"]) -> Int32[Array, "*lead"]:
-    """Repeat the bits of each entry in both halves of 32 bits."""
-    bits = lax.bitcast_convert_type(entries, jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(bits * jnp.uint32(0x10001), jnp.int32)
-
-
 class Table(NamedTuple):
-    """The entries of a table in both halves of 32 bits, for array operations, or the words of its `byte_planes`, for assembly: read once
-    outside of a loop over fields."""
+    """The entries of a table in both halves of 32 bits, for array operations, or the words of its `byte_planes`, for assembly: made once
+    outside of a loop."""
 
     entries: Sequence[UInt32[Array, "1 1"]]
     bytes: Sequence[Int32[Array, "1 1"]]
 
     @classmethod
-    def read(cls, words_ref: Any, entries: int, asm: bool) -> Table:
-        """Read the `table_words` of so many entries."""
+    def read(cls, ref: Any, asm: bool) -> Table:
+        """Read the numbers of a table, [entries]."""
+        numbers = [ref[i].astype(jnp.float16).reshape(1, 1) for i in range(ref.shape[0])]
+        bits = [lax.bitcast_convert_type(number, jnp.uint16).astype(jnp.uint32) for number in numbers]
         if asm:
-            return cls([], [in_registers(words_ref[i]) for i in range(entries, words_ref.shape[0])])
-        return cls([lax.bitcast_convert_type(words_ref[i], jnp.uint32).reshape(1, 1) for i in range(entries)], [])
+            return cls([], [in_registers(word) for word in byte_planes(bits)])
+        return cls([entry * np.uint32(0x10001) for entry in bits], [])
 
 
 class LookedUp(NamedTuple):
@@ -113,14 +102,14 @@ class LookedUp(NamedTuple):
         return four_planes(words, self.layout.bits, self.table.bytes)
 
 
-def in_registers(word: Int32[Array, ""]) -> Int32[Array, "1 1"]:
+def in_registers(word: Int32[Array, "1 1"]) -> Int32[Array, "1 1"]:
     """Return the same number without the compiler's knowing that all lanes have it.
 
     It would keep the number in a uniform register, and copy it out of there for every `prmt` that reads it.
     """
     [register] = plt.elementwise_inline_asm(
         "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }",
-        args=[word.reshape(1, 1)],
+        args=[word],
         constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct((1, 1), jnp.int32)],

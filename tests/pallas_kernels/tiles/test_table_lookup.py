@@ -197,9 +197,7 @@ def test_codes_become_entries_and_numbers(positions):
     wanted, neighbour = (entries[c].view(np.uint16) for c in (code, code ^ 1))
     assert (neighbour != wanted).mean() > 0.9
     for words in in_pairs:
-        found = table_lookup.chosen(
-            words, bits, table_lookup.Table.read(table_lookup.table_words(jnp.asarray(entries)), len(entries), asm=False).entries
-        )
+        found = table_lookup.chosen(words, bits, table_lookup.Table.read(jnp.asarray(entries), asm=False).entries)
         np.testing.assert_array_equal(np.asarray(joined(found)).view(np.uint16), wanted, err_msg=f"{words.axis=}")
 
     for words in (SingleWords(tiles), *in_pairs):
@@ -217,8 +215,7 @@ def test_tables_are_looked_up_exactly_in_assembly(bits, channels):
     stored = [np.asarray(w) for w in pack(jnp.asarray(codes, jnp.uint8), plane_layout(bits, channels, 32))]
     tiles = [[jnp.asarray(w[:, layout.width * j : layout.width * (j + 1)]) for j in range(w.shape[1] // layout.width)] for w in stored]
     entries = rng.standard_normal(1 << bits).astype(np.float16)
-    words = [word.reshape(1, 1) for word in table_lookup.byte_planes(jnp.asarray(entries))]
-    looked = table_lookup.LookedUp.of(SingleWords(tiles), layout, table_lookup.Table([], words))
+    looked = table_lookup.LookedUp.of(SingleWords(tiles), layout, table_lookup.Table.read(jnp.asarray(entries), asm=True))
     run = tokens // layout.slots
     for slot in range(layout.slots):
         for chunk in range(layout.chunks):
