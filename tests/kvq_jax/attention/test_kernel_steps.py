@@ -75,6 +75,19 @@ def test_steps_are_those_of_xla(spec):
     compare(spec, Launch(interpret=True))
 
 
+@pytest.mark.parametrize("spec", ["kivi:bits=4,pre_rope=true", "kvquant:bits=4"])
+def test_a_step_with_keys_before_rope_launches_the_kernel_of_windows_and_needs_the_models_rope(spec):
+    plan = plan_of(spec)
+    state = jax.eval_shape(lambda: kvq.init_cache(spec, DIMS, len(LENGTHS), CAPACITY, "bfloat16").layers[0])
+    new = tokens().window(LENGTHS, LENGTHS + 1, 1)
+    step = functools.partial(decode_layer, plan, parameters_of(plan), carry=(), implementation=Launch())
+    lowered = lower_for_cuda(lambda state, new: step(state, inputs=new), state, new)
+    assert "attend_windows" in lowered, "XLA reads the windows"
+    assert "finish_attention" in lowered or plan.k.outlier_slots(plan.heads), "a step without outliers is divided by XLA"
+    with pytest.raises(ValueError, match="keys cached before RoPE need the model's rope"):
+        jax.eval_shape(lambda state, new: step(state, inputs=new), state, dataclasses.replace(new, rope=None))
+
+
 def test_blocks_enter_the_body_in_one_launch_and_in_no_loop():
     """Compiled for a GPU; a ring that does not hold whole groups, which the kernel would read in one piece, goes the other way."""
     others = MIXED, "polarquant", "dense:block=32", OUTLIERS
