@@ -175,12 +175,13 @@ def attend(
     body: Sides,
     inputs: LayerInputs,
     limits: PositionsBT,
+    windows: Tree,
     chosen: Chosen,
 ) -> QueryBNTH:
     """Attend as `streaming.attend` does, with NaN past the capacity; what `choose` chose reads the body. before, after: the state without
-    and with the new tokens."""
+    and with the new tokens. windows: what `append_token` found in them."""
     if isinstance(chosen, Launch):
-        return _fused().attend(plan, params, after, body, inputs, limits, chosen)
+        return _fused().attend(plan, params, after, body, inputs, limits, windows, chosen)
     if chosen == "native":
         out = native.attend(plan, params, before, after, body, inputs, limits)
     else:
@@ -208,13 +209,21 @@ def store_blocks(block: Tree, stored: Tree, values: Tree, first: LengthsB, count
 
 
 def append_token(
-    plan: LayerPlan, params: Tree, state: LayerState, rows: Sequence[RowsBKTH], start: LengthsB, total: LengthsB, chosen: Chosen
-) -> tuple[LayerState | None, tuple[bool, ...]]:
-    """Return the state with the token in the windows that each row has where total > start, and which bodies have what leaves them: in
-    place and in one launch. None and none where no fused kernels are chosen."""
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    rows: Sequence[RowsBKTH],
+    start: LengthsB,
+    total: LengthsB,
+    inputs: LayerInputs,
+    limits: PositionsBT | None,
+    chosen: Chosen,
+) -> tuple[LayerState | None, tuple[bool, ...], Tree]:
+    """Return the state with the token in the windows that each row has where total > start; which bodies have what leaves them; and, with
+    limits, what `attend` takes of the windows: all in one launch. None and none where no fused kernels are chosen."""
     if not isinstance(chosen, Launch):
-        return None, (False,) * len(plan.codecs)
-    return _fused().append_token(plan, params, state, rows, start, total, chosen)
+        return None, (False,) * len(plan.codecs), None
+    return _fused().append_token(plan, params, state, rows, start, total, inputs, limits, chosen)
 
 
 def _fused() -> types.ModuleType:

@@ -25,7 +25,7 @@ from kvq_jax.types.rope import Rope
 from pallas_kernels.decode_attention.kernel import attention_in_pieces, decode_attention, heads_at_once
 from pallas_kernels.decode_attention.merge import finished, merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention, Splits
-from pallas_kernels.decode_attention.windows import DTYPES, attend_windows
+from pallas_kernels.decode_attention.windows import DTYPES, Queries
 from pallas_kernels.launch import Launch
 from pallas_kernels.quantize import append as quantize_append
 from pallas_kernels.quantize.append import Blocks, Places, Rows, Side
@@ -41,19 +41,22 @@ BodyArguments: TypeAlias = tuple[Float[Array, "B K R H"], tuple[Reader, Sequence
 
 
 def attend(
-    plan: LayerPlan, params: Tree, after: LayerState, body: Sides, inputs: LayerInputs, limits: PositionsBT, launch: Launch
+    plan: LayerPlan,
+    params: Tree,
+    after: LayerState,
+    body: Sides,
+    inputs: LayerInputs,
+    limits: PositionsBT,
+    windows: Splits | None,
+    launch: Launch,
 ) -> QueryBNTH:
-    """Attend as `streaming.attend` does, with one query token, which the windows of the state `after` the append hold already; NaN past the
-    capacity."""
-    holds_all = all(leaves_at_once(plan, codec) for codec in plan.codecs)
-    if not holds_all and not _reads_windows(plan, after):
+    """Attend as `streaming.attend` does, with one query token; NaN past the capacity. windows: what `append_token` found in those of the
+    state `after` it; None where they hold nothing of their own, or no kernel reads them."""
+    if windows is None and not _leave_at_once(plan):
         out = streaming.attend(plan, params, after, body, inputs, limits, functools.partial(_add_body, launch), appended=True)
         return streaming.without_lost(plan, inputs.positions, out)
-    batch, heads, _, head_dim = inputs.q_rot.shape
-    group, positions = heads // plan.heads, inputs.positions[:, 0]
-    rows = inputs.q_rot.reshape(batch, plan.heads, group, head_dim)
-    tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
-    windows = [] if holds_all else [_attend_windows(plan, after, inputs.rope, rows, tokens, limits[:, 0], launch)]
+    heads, positions = inputs.q_rot.shape[1], inputs.positions[:, 0]
+    group, rows, of_windows = heads // plan.heads, _by_kv_head(plan, inputs.q_rot), [] if windows is None else [windows]
     arguments = _body_arguments(plan, params, after.stats, body, inputs.rope, rows, limits)
     query, (keys, _), (values, _), _ = arguments
     held = plan.regions.held_capacity
@@ -61,12 +64,14 @@ def attend(
     if plan.regions.axis is None and as_they_are:
         of_body = attention_in_pieces(*arguments, capacity=held, launch=launch)
         capacity, dtype = plan.regions.capacity, inputs.q_rot.dtype
-        return finished([*windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(inputs.q_rot.shape)
+        return finished([*of_windows, *of_body], group, positions, capacity=capacity, dtype=dtype, launch=launch).reshape(
+            inputs.q_rot.shape
+        )
     part = _body_part(launch, plan, arguments)
     if plan.regions.axis is not None:
         part = online_softmax.across(part, plan.regions.axis)
-    if windows:
-        part = online_softmax.merge(merged(windows, group, launch=launch), part)
+    if of_windows:
+        part = online_softmax.merge(merged(of_windows, group, launch=launch), part)
     out = online_softmax.finish(part)
     return streaming.without_lost(plan, inputs.positions, out.astype(inputs.q_rot.dtype).reshape(inputs.q_rot.shape))
 
@@ -78,27 +83,28 @@ def leaves_at_once(plan: LayerPlan, codec: Codec) -> bool:
     return without_windows and codec.stores_rows and not plan.joint and plan.cross_layer is None
 
 
-def _reads_windows(plan: LayerPlan, state: LayerState) -> bool:
-    """Return True where one kernel reads the windows: keys before or after RoPE, and values, of 16 bits."""
+def _leave_at_once(plan: LayerPlan) -> bool:
+    return all(leaves_at_once(plan, codec) for codec in plan.codecs)
+
+
+def _by_kv_head(plan: LayerPlan, q: QueryBNTH) -> Float[Array, "B K R H"]:
+    """Return the queries of one token by the KV head that they share."""
+    batch, heads, _, head_dim = q.shape
+    return q.reshape(batch, plan.heads, heads // plan.heads, head_dim)
+
+
+def _queries(plan: LayerPlan, state: LayerState, inputs: LayerInputs, limits: PositionsBT) -> Queries | None:
+    """Return what attends to the windows in a kernel; None where they hold nothing of their own, or hold rows that no kernel reads: keys
+    before or after RoPE, and values, of 16 bits, are read. Raises ValueError where keys cached before RoPE come without `rope`."""
     vectors = (plan.k.stores_vectors or plan.k.only_rotates) and plan.v.stores_vectors
-    return vectors and not plan.joint and state.ring[0].dtype.name in DTYPES
-
-
-def _attend_windows(
-    plan: LayerPlan,
-    state: LayerState,
-    rope: Rope | None,
-    rows: Float[Array, "B K R H"],
-    tokens: LengthsB,
-    limits: LengthsB,
-    launch: Launch,
-) -> Splits:
-    """Attend to what the windows hold of so many tokens. Raises ValueError where keys cached before RoPE come without `rope`."""
-    rotation = None
+    if _leave_at_once(plan) or not vectors or plan.joint or state.ring[0].dtype.name not in DTYPES:
+        return None
+    rotation, positions = None, inputs.positions[:, 0]
     if plan.k.only_rotates:
-        rope = given_rope(rope)
+        rope = given_rope(inputs.rope)
         rotation = rope.inverse_frequencies, rope.attention_factor
-    return attend_windows(rows, tuple(state.sink), tuple(state.ring), tokens, limits, rotation=rotation, launch=launch)
+    tokens = positions + inputs.valid[:, 0].astype(positions.dtype)
+    return Queries(_by_kv_head(plan, inputs.q_rot), tokens, limits[:, 0], rotation)
 
 
 def _add_body(
@@ -156,10 +162,18 @@ def quantize(codec: Codec, job: KernelJob, rows: RowsBKTH, launch: Launch) -> Gr
 
 
 def append_token(
-    plan: LayerPlan, params: Tree, state: LayerState, rows: Sequence[RowsBKTH], start: LengthsB, total: LengthsB, launch: Launch
-) -> tuple[LayerState, tuple[bool, ...]]:
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    rows: Sequence[RowsBKTH],
+    start: LengthsB,
+    total: LengthsB,
+    inputs: LayerInputs,
+    limits: PositionsBT | None,
+    launch: Launch,
+) -> tuple[LayerState, tuple[bool, ...], Splits | None]:
     """Return the state with the new token of each row where total > start in the windows, and with the block that leaves them in the bodies
-    whose blocks a kernel writes; and which ones these are."""
+    whose blocks a kernel writes; which ones these are; and, with limits, what `attend` takes of the windows."""
     regions, block = plan.regions, plan.regions.block
     first = regions.body(start)
     leaving = regions.body(total) > first
@@ -174,7 +188,8 @@ def append_token(
         elif writer := block_writer(plan, codec, params[side], state.stats[side], launch):
             blocks = Blocks(jax.tree.leaves(stored), *writer)
         sides.append(Side(rows[side], state.sink[side], state.ring[side], blocks))
-    after = quantize_append.append_token(sides, places, block=block, launch=launch)
+    queries = None if limits is None else _queries(plan, state, inputs, limits)
+    after, windows = quantize_append.append_token(sides, places, block=block, queries=queries, launch=launch)
 
     def body(spec: Tree, before: Tree, blocks: Blocks | Rows | None) -> Tree:
         if blocks is None:
@@ -184,7 +199,7 @@ def append_token(
 
     sink, ring = (tuple(getattr(side, name) for side in after) for name in ("sink", "ring"))
     bodies = tuple(body(spec, before, side.blocks) for spec, before, side in zip(specs, state.body, after, strict=True))
-    return dataclasses.replace(state, sink=sink, ring=ring, body=bodies), tuple(side.blocks is not None for side in after)
+    return dataclasses.replace(state, sink=sink, ring=ring, body=bodies), tuple(side.blocks is not None for side in after), windows
 
 
 def block_writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch) -> KernelWriter | None:

@@ -22,7 +22,7 @@ from kvq_jax.attention.dispatch import Chosen, Implementation, Launch
 from kvq_jax.codecs.base import Codec
 from kvq_jax.layer import cross_layer
 from kvq_jax.layer.plan import LayerPlan, LayerState, by_side
-from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, QueryBNTH, Tree
+from kvq_jax.types.array_types import ArraySpec, LayerInputs, LengthsB, PositionsBT, QueryBNTH, Tree
 
 ENCODE_CHUNK = 1024  # tokens of a prompt that are quantized at a time
 
@@ -57,11 +57,11 @@ def decode_layer(
     params = by_side(params)
     _, heads, tokens, _ = inputs.q_rot.shape
     chosen = dispatch.choose(implementation, plan, heads, tokens)
-    after = append_layer(plan, params, state, inputs, carry, prefill=False, chosen=chosen)
-    carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
     # past the capacity a token sees nothing that is real; without the bound it would see a block more than there is
     limits = jnp.minimum(plan.regions.body(inputs.positions + 1), plan.regions.body_capacity)
-    return dispatch.attend(plan, params, state, after, plan.readable(after.body, carry), inputs, limits, chosen), after, carry
+    after, windows = _append(plan, params, state, inputs, carry, limits, prefill=False, chosen=chosen)
+    carry = cross_layer.advance(plan, params, after, _body_tokens(plan, inputs), carry)
+    return dispatch.attend(plan, params, state, after, plan.readable(after.body, carry), inputs, limits, windows, chosen), after, carry
 
 
 def append_layer(
@@ -72,13 +72,28 @@ def append_layer(
     Their rows are written to the windows, and whole blocks that age out are quantized into the body, by a fused kernel if one is `chosen`.
     Cross-layer methods read `carry`.
     """
-    params, regions = by_side(params), plan.regions
+    return _append(plan, by_side(params), state, inputs, carry, None, prefill=prefill, chosen=chosen)[0]
+
+
+def _append(
+    plan: LayerPlan,
+    params: Tree,
+    state: LayerState,
+    inputs: LayerInputs,
+    carry: Tree,
+    limits: PositionsBT | None,
+    *,
+    prefill: bool,
+    chosen: Chosen,
+) -> tuple[LayerState, Tree]:
+    """Return what `append_layer` does and, with the limits of what is read from the body, what a kernel found in the windows on its way."""
+    regions = plan.regions
     start = inputs.positions[:, 0]
     total = start + jnp.sum(inputs.valid, axis=1, dtype=start.dtype)
     rows = [codec.rows(own, inputs).astype(ring.dtype) for codec, own, ring in zip(plan.codecs, params, state.ring, strict=False)]
-    after, aged = None, (False, False)
+    after, aged, windows = None, (False, False), None
     if not prefill and inputs.positions.shape[1] == 1:
-        after, aged = dispatch.append_token(plan, params, state, rows, start, total, chosen)
+        after, aged, windows = dispatch.append_token(plan, params, state, rows, start, total, inputs, limits, chosen)
     if after is None:
         held, in_ring = jnp.broadcast_to(jnp.arange(regions.sink_slots), (len(start), regions.sink_slots)), regions.ring_positions(total)
         sink = tuple(_refresh(slots, new, held, start, total, chosen) for slots, new in zip(state.sink, rows, strict=True))
@@ -90,7 +105,7 @@ def append_layer(
         else _age(plan, codec, params[side], state, side, rows[side], after.ring[side], start, total, carry, prefill, chosen)
         for side, codec in enumerate(plan.codecs)
     )
-    return dataclasses.replace(after, body=tuple(body))
+    return dataclasses.replace(after, body=tuple(body)), windows
 
 
 def _body_tokens(plan: LayerPlan, inputs: LayerInputs) -> LengthsB:

@@ -1,7 +1,9 @@
-"""A new token enters a layer's windows and the block that leaves them is quantized into the body: one launch for keys and values.
+"""A new token enters a layer's windows, its query attends to them, and the block that leaves them is quantized into the body: one launch.
 
 What quantizes a block is a `BlockWriter` (writer.py): one for uniform groups (blocks.py), one for each of the other formats. All arrays are
-updated in place: what is not written keeps its memory, and where nothing leaves, one row of each window is all that is written.
+updated in place: what is not written keeps its memory, and where nothing leaves, one row of each window is all that is written. Attention
+(decode_attention/windows.py) is that of windows with the new token in them, which it takes from where it comes: programs do not wait for
+each other.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.decode_attention.partial_attention import Splits
+from pallas_kernels.decode_attention.windows import Queries, attend
 from pallas_kernels.launch import LAUNCH, Launch
-from pallas_kernels.quantize.blocks import Source, View
+from pallas_kernels.quantize.blocks import Source, View, Window
 from pallas_kernels.quantize.writer import BlockWriter
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
@@ -75,13 +79,25 @@ class _Work:
     stored: int
 
 
-def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: Launch = LAUNCH) -> tuple[Side, ...]:
-    """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave.
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """The program that attends to the windows, and how many arrays it reads beside them: the shared ones and the queries; 0 for none."""
+
+    program: int
+    inputs: int
+    asm: bool
+
+
+def append_token(
+    sides: Sequence[Side], places: Places, *, block: int, queries: Queries | None = None, launch: Launch = LAUNCH
+) -> tuple[tuple[Side, ...], Splits | None]:
+    """Return the sides with each row's new token in its window, and with tokens first .. first + block - 1 in the body where they leave;
+    and the attention of `queries` to the windows, of keys and values in this order.
 
     Slot s of a ring of R slots, after E sink tokens, holds a token p with (p - E) mod R = s; R is a multiple of a writer's run, so that a
     block wraps only between two runs. The block that leaves does not hold the new token, unless R is the block. first, place: multiples of
     the block. Equations and exactness are those of the writers. A body of rows takes the new one at `place` where it leaves. Raises
-    ValueError where a writer cannot serve the format, or a block does not fit the ring.
+    ValueError where a writer cannot serve the format, a block does not fit the ring, or windows are not read.
     """
     batch, heads, _, _ = sides[0].row.shape
     works, inputs, stored, rows = list[_Work](), list[Array](), list[Array](), _new_rows(sides)
@@ -103,24 +119,36 @@ def append_token(sides: Sequence[Side], places: Places, *, block: int, launch: L
         copies = isinstance(side.blocks, Rows)
         works.append(_Work(start, programs, side.sink.shape[2], slots, writer, copies, slots == block, len(given), len(kept)))
         start, inputs, stored = start + programs, [*inputs, *given], stored + kept
+    asking, parts = _Asking(start, 0, launch.asm), list[jax.ShapeDtypeStruct]()
+    row_numbers, shared, of_heads = list(places), list[Array](), list[Array]()
+    if queries is not None:
+        queries.check(sides[0].ring)
+        q, shared = queries.arrays(sides[0].ring.dtype)
+        asking, parts = dataclasses.replace(asking, inputs=len(shared) + 1), queries.parts
+        row_numbers, of_heads, warps = [*places, queries.tokens, queries.limits], [q], max(warps, queries.warps)
     aliased = [whole_array_but(1, array, (0,)) for array in stored]
+    before = [*(array.astype(jnp.int32) for array in row_numbers), *shared, *of_heads, *rows, *inputs]
     outputs = triton_call(
-        functools.partial(_kernel, works=tuple(works), rows=len(rows)),
+        functools.partial(_kernel, works=tuple(works), rows=len(rows), asking=asking),
         name="append_token",
-        grid=(batch, heads, start),
+        grid=(batch, heads, start + (queries is not None)),
         in_specs=[
-            *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(places),
+            *[pl.BlockSpec((1,), lambda b, k, s: (b,))] * len(row_numbers),
+            *(whole_array_but(0, array, ()) for array in shared),
+            *(whole_array_but(2, array, (0, 1)) for array in of_heads),
             *(whole_array_but(1, array, (0,)) for array in (*rows, *inputs)),
             *aliased,
         ],
-        out_specs=aliased,
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in stored],
+        out_specs=[*aliased, *(whole_array_but(3, part, (0, 1, 2)) for part in parts)],
+        out_shape=[*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in stored), *parts],
         launch=launch,
         num_warps=warps,
         num_stages=1,
-        aliases={len(places) + len(rows) + len(inputs) + i: i for i in range(len(stored))},
-    )(*(array.astype(jnp.int32) for array in places), *rows, *inputs, *stored)
-    return tuple(_with_arrays(side, own) for side, own in zip(sides, _by_side(outputs, [work.stored for work in works]), strict=True))
+        aliases={len(before) + i: i for i in range(len(stored))},
+    )(*before, *stored)
+    by_side = _by_side(outputs[: len(stored)], [work.stored for work in works])
+    after = tuple(_with_arrays(side, own) for side, own in zip(sides, by_side, strict=True))
+    return after, Splits(*outputs[len(stored) :]) if parts else None
 
 
 def _new_rows(sides: Sequence[Side]) -> list[Array]:
@@ -146,18 +174,33 @@ def _with_arrays(side: Side, arrays: Sequence[Array]) -> Side:
 
 
 def _kernel(
-    position_ref: Any, new_ref: Any, first_ref: Any, place_ref: Any, leaving_ref: Any, *refs: Any, works: tuple[_Work, ...], rows: int
+    position_ref: Any,
+    new_ref: Any,
+    first_ref: Any,
+    place_ref: Any,
+    leaving_ref: Any,
+    *refs: Any,
+    works: tuple[_Work, ...],
+    rows: int,
+    asking: _Asking,
 ) -> None:
-    # refs: the new rows [K, sides, H], or [K, 1, H] of each side; of each side its inputs; then sink [K, E, H] if any, ring [K, R, H] and
-    # the body's arrays of each side as they were; and these as they become
+    # refs: with queries the row's tokens and limit, what is shared, and q [columns, H]; the new rows [K, sides, H], or [K, 1, H] of each
+    # side; of each side its inputs; then sink [K, E, H] if any, ring [K, R, H] and the body's arrays of each side as they were; and these
+    # as they become; with queries m [R], l [R] and o [H, R]
+    asked, parts = list[Any](), list[Any]()
+    if asking.inputs:
+        asked, parts, refs = list(refs[: asking.inputs + 2]), list(refs[-3:]), refs[asking.inputs + 2 : -3]
     held = sum(work.stored for work in works)
     of_sides = _by_side(refs[rows : -2 * held], [work.inputs for work in works]), _by_side(refs[-held:], [work.stored for work in works])
     head, program, position, new, leaving = pl.program_id(1), pl.program_id(2), position_ref[0], new_ref[0] > 0, leaving_ref[0] > 0
+    windows = list[tuple[Source | None, Source]]()
     for side, (work, inputs, arrays) in enumerate(zip(works, *of_sides, strict=True)):
         of_side = pl.ds(0 if rows == len(works) else side, 1)
         row = View(refs[side if rows == len(works) else 0], lambda head, columns, of_side=of_side: (head, of_side, columns))
         sink, ring, *body = arrays if work.sink else (None, *arrays)
         writes, new_slot = new & (program == work.start), (position - work.sink) % work.ring
+        of_sink = None if sink is None else Source(sink, 0, (jnp.where(new & (position < work.sink), position, -1), row))
+        windows.append((of_sink, Source(ring, 0, (jnp.where(new, new_slot, -1), row))))
         if sink is not None:
 
             @pl.when(writes & (position < work.sink))
@@ -182,3 +225,12 @@ def _kernel(
                 before = lax.div(own, writer.programs) * writer.unit
                 source = Source(ring, (first_ref[0] + before) % work.ring, (new_slot, row) if work.new else None)
                 writer.write(lax.rem(own, writer.programs), head, source, place_ref[0] + before, inputs, body)
+
+    if asked:
+
+        @pl.when(program == asking.program)
+        def _() -> None:
+            tokens_ref, limit_ref, *shared, q = asked
+            sinks = [Window(sink, head) for sink, _ in windows if sink is not None]
+            rings = [Window(ring, head) for _, ring in windows]
+            attend(q, shared, sinks, rings, tokens_ref[0], limit_ref[0], parts, asking.asm)

@@ -31,27 +31,41 @@ class View:
 
 
 class Source:
-    """The rows of a unit: its token t lies in slot (slot + t) mod R of the ring [K, R, H].
+    """Rows of a window [K, R, H], such as those of a unit: token t lies in slot (slot + t) mod R.
 
-    new: where the block holds the new token, the slot of it and its row, [1, columns] of each head. Another program writes that row into
-    the ring at this moment, so it is taken from where it comes.
+    new: where they may hold the new token, the slot of it, or -1, and its row, [1, columns] of each head. Another program writes that row
+    into the window at this moment, so it is taken from where it comes.
     """
 
-    def __init__(self, ring: Any, slot: Int[Array, ""], new: tuple[Int[Array, ""], View] | None):
-        self._ring, self._slot, self._new = ring, slot, new
-        self.heads, _, self.channels = ring.shape
+    def __init__(self, window: Any, slot: Int[Array, ""] | int, new: tuple[Int[Array, ""], View] | None):
+        self._window, self._slot, self._new = window, slot, new
+        self.heads, self.slots, self.channels = window.shape
 
     def read(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
         """Return rows in fp32. tokens: of the unit, an array of them, or a slice `pl.ds` of what lies in the ring without a gap."""
-        several, count = isinstance(tokens, pl.Slice), self._ring.shape[1]
+        return self.stored(head, tokens, columns).astype(jnp.float32)
+
+    def stored(self, head: Any, tokens: Any, columns: Any) -> Float[Array, "tokens columns"]:
+        """Return rows in their own dtype."""
+        several = isinstance(tokens, pl.Slice)
         first = self._slot + (tokens.start if several else tokens)
-        first = jnp.where(first < count, first, first - count)
-        rows = self._ring[head, pl.ds(first, tokens.size) if several else first, columns].astype(jnp.float32)
+        first = jnp.where(first < self.slots, first, first - self.slots)
+        rows = self._window[head, pl.ds(first, tokens.size) if several else first, columns]
         if self._new is None:
             return rows
         slots = first + lax.broadcasted_iota(jnp.int32, (tokens.size,), 0) if several else first
         new_slot, row = self._new
-        return jnp.where((slots == new_slot)[:, None], row[head, columns].astype(jnp.float32), rows)
+        return jnp.where((slots == new_slot)[:, None], row[head, columns], rows)
+
+
+class Window:
+    """The rows of a window of one head, in their own dtype: indexed by slots and columns."""
+
+    def __init__(self, source: Source, head: Any):
+        self._source, self._head, self.slots = source, head, source.slots
+
+    def __getitem__(self, index: tuple[Any, Any]) -> Float[Array, "slots columns"]:
+        return self._source.stored(self._head, *index)
 
 
 class _Rows:

@@ -42,7 +42,7 @@ def test_a_token_is_appended_in_place_and_within_registers(spec, side, arithmeti
         writer = block_writer(plan, codec, params, codec.initial_statistics(batch, heads), launch)
         assert writer is not None, "no kernel writes this format"
         sides = [Side(new, ring[:, :, :0], ring, Blocks(body, *writer))]
-        [side] = append_token(sides, Places(first, flags, first, first, flags), block=block, launch=launch)
+        [side], _ = append_token(sides, Places(first, flags, first, first, flags), block=block, launch=launch)
         assert isinstance(side.blocks, Blocks)
         return side.blocks.body, side.ring
 

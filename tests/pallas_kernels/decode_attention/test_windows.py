@@ -12,8 +12,9 @@ import pytest
 
 from pallas_kernels.decode_attention.merge import merged
 from pallas_kernels.decode_attention.partial_attention import PartialAttention
-from pallas_kernels.decode_attention.windows import attend_windows
+from pallas_kernels.decode_attention.windows import Queries
 from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.quantize.append import Places, Side, append_token
 from tests.pallas_kernels.kernel_cases import row_errors
 from tests.pallas_kernels.lowering import lower_for_cuda
 
@@ -46,7 +47,14 @@ before_or_after_rope = pytest.mark.parametrize("rotation", [None, (FREQUENCIES, 
 
 @functools.partial(jax.jit, static_argnames="launch")
 def attend(q, sink, ring, tokens, limits, rotation=None, launch=LAUNCH):
-    return merged([attend_windows(q, sink, ring, tokens, limits, rotation=rotation, launch=launch)], GROUP, launch=launch)
+    """Attend to windows into which no new token comes."""
+    batch, heads, _, channels = q.shape
+    row, nothing = jnp.zeros((batch, heads, 1, channels), ring[0].dtype), jnp.zeros((batch,), jnp.int32)
+    sides = [Side(row, *windows, None) for windows in zip(sink, ring, strict=True)]
+    places = Places(nothing, nothing > 0, nothing, nothing, nothing > 0)
+    queries = Queries(q, tokens, limits, rotation)
+    _, part = append_token(sides, places, block=1, queries=queries, launch=launch)
+    return merged([part], GROUP, launch=launch)
 
 
 def rows(sizes: Sizes, dtype: str = "bfloat16") -> tuple[jax.Array, tuple, tuple, np.ndarray]:
@@ -114,6 +122,38 @@ def test_attention_is_that_of_the_tokens_outside_the_body(sizes, rotation):
     assert wrong_in(early, wanted), "a window without the newest token would pass"
 
 
+@before_or_after_rope
+@each_size
+def test_the_newest_token_is_taken_from_its_row_while_it_is_written(sizes, rotation):
+    """Where it goes, the windows hold NaN."""
+    q, first, ring, everything = rows(sizes)
+    newest = TOKENS - 1
+    new = [jnp.asarray(np.stack([side[b, :, max(p, 0)][:, None] for b, p in enumerate(newest)]), jnp.bfloat16) for side in everything]
+
+    def without_newest(windows: tuple, slots: int, begin: int) -> list[np.ndarray]:
+        arrays = [np.array(side.astype(jnp.float32)) for side in windows]
+        for b, p in enumerate(newest):
+            if slots and p - begin >= 0 and (begin or p < slots):
+                for side in arrays:
+                    side[b, :, (p - begin) % slots] = np.nan
+        return [jnp.asarray(side, jnp.bfloat16) for side in arrays]
+
+    sink, ring = without_newest(first, sizes.sink, 0), without_newest(ring, sizes.ring, sizes.sink or 0)
+    nothing = jnp.zeros(len(TOKENS), jnp.int32)
+    places = Places(jnp.asarray(newest), jnp.asarray(newest >= 0), nothing, nothing, nothing > 0)
+
+    def part(new: list[jax.Array]) -> PartialAttention:
+        sides = [Side(*given, None) for given in zip(new, sink, ring, strict=True)]
+        queries = Queries(q, jnp.asarray(TOKENS), jnp.asarray(sizes.body(TOKENS)), rotation and jax.tree.map(jnp.asarray, rotation))
+        after, found = append_token(sides, places, block=1, queries=queries, launch=Launch(interpret=True))
+        assert not any(np.isnan(np.asarray(side.ring[6].astype(jnp.float32))).any() for side in after), "it was not written"
+        return merged([found], GROUP, launch=Launch(interpret=True))
+
+    wanted = expected(q, everything, sizes, rotation)
+    assert (wrong := wrong_in(part(new), wanted)) is None, wrong
+    assert wrong_in(part([side[::-1] for side in new]), wanted), "another row's token would pass"
+
+
 @each_size
 def test_keys_before_rope_are_rotated_to_their_own_positions(sizes):
     launch, rotation = Launch(interpret=True), (FREQUENCIES, FACTOR)
@@ -163,9 +203,9 @@ def test_it_lowers_for_cuda(sizes, rotation, arithmetic):
     given = jax.eval_shape(lambda *given: given, q, first, ring, TOKENS, TOKENS, rotation)
 
     def attention(*given):
-        return attend_windows(*given[:-1], rotation=given[-1], launch=Launch(arithmetic))
+        return attend(*given, launch=Launch(arithmetic))
 
-    assert "attend_windows" in lower_for_cuda(attention, *given)
+    assert "append_token" in lower_for_cuda(attention, *given)
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def append(
     job = Job(reader_of(case.format), case.scheme, case.format.bits, divisor is not None, 1, launch.asm)
     blocks = Blocks(jax.tree.leaves(body), GroupedBlocks(job), [] if divisor is None else [divisor])
     places = Places(first, none, first, first if place is None else place, leaving > 0)
-    [side] = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block or block_of(case), launch=launch)
+    [side], _ = append_token([Side(row, ring[:, :, :0], ring, blocks)], places, block=block or block_of(case), launch=launch)
     assert isinstance(side.blocks, Blocks)
     return jax.tree.unflatten(jax.tree.structure(body), side.blocks.body)
 
@@ -156,7 +156,7 @@ def check_windows(launch: Launch) -> None:
             ring[b, :, slot] = row[b, :, 0]
     zeros = jnp.zeros(len(NEW), jnp.int32)
     given = [Side(*map(jnp.asarray, side), None) for side in sides]
-    found = append_token(given, Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros, zeros > 0), block=32, launch=launch)
+    found, _ = append_token(given, Places(jnp.asarray(POSITIONS), jnp.asarray(NEW), zeros, zeros, zeros > 0), block=32, launch=launch)
     for after, before, (sink, ring) in zip(found, sides, wanted, strict=True):
         np.testing.assert_array_equal(after.sink, sink)
         np.testing.assert_array_equal(after.ring, ring)
@@ -205,7 +205,7 @@ def rows_and_places() -> tuple[jax.Array, jax.Array, jax.Array, Places]:
 
 
 def append_rows(body: jax.Array, ring: jax.Array, row: jax.Array, places: Places, launch: Launch, block: int = 1) -> jax.Array:
-    [side] = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=block, launch=launch)
+    [side], _ = append_token([Side(row, ring[:, :, :0], ring, Rows(body))], places, block=block, launch=launch)
     assert isinstance(side.blocks, Rows)
     return side.blocks.body
 

@@ -85,7 +85,7 @@ def append(case: WriterCase, body: list[jax.Array], ring: jax.Array, row: jax.Ar
     codec, params, block = case.layer
     writer = codec.kernel_writer(params, ())
     assert writer is not None, "no kernel writes this format"
-    [side] = append_token([Side(row, ring[:, :, :0], ring, Blocks(body, *writer))], places, block=block, launch=launch)
+    [side], _ = append_token([Side(row, ring[:, :, :0], ring, Blocks(body, *writer))], places, block=block, launch=launch)
     assert isinstance(side.blocks, Blocks)
     return list(side.blocks.body)
 
