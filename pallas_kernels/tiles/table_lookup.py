@@ -34,8 +34,8 @@ from pallas_kernels.tiles.words import Bit, PairedWords, WordTiles, code_bits
 
 
 def table_words(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
-    """Return what a kernel reads of a table of 4, 8 or 16 entries: each in both halves of 32 bits, then their `byte_planes`."""
-    return jnp.concatenate([in_both_halves(table), byte_planes(table)], axis=-1)
+    """Return what a kernel reads of a table of 4, 8 or 16 entries: their `byte_planes`, then each in both halves of 32 bits."""
+    return jnp.concatenate([byte_planes(table), in_both_halves(table)], axis=-1)
 
 
 def byte_planes(table: Float16[Array, "*lead entries"]) -> Int32[Array, "*lead words"]:
@@ -72,9 +72,10 @@ class Table(NamedTuple):
     @classmethod
     def read(cls, words_ref: Any, entries: int, asm: bool) -> Table:
         """Read the `table_words` of so many entries."""
+        size = words_ref.shape[0]
         if asm:
-            return cls([], [in_registers(words_ref[i]) for i in range(entries, words_ref.shape[0])])
-        return cls([lax.bitcast_convert_type(words_ref[i], jnp.uint32).reshape(1, 1) for i in range(entries)], [])
+            return cls([], [in_registers(words_ref[i]) for i in range(size - entries)])
+        return cls([lax.bitcast_convert_type(words_ref[i], jnp.uint32).reshape(1, 1) for i in range(size - entries, size)], [])
 
 
 class LookedUp(NamedTuple):
