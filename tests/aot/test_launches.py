@@ -25,3 +25,13 @@ def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
         for tokens, most in ((32768, 1.6), (4096, 2.5)):
             assert over_limit(row.beside, limit_us(spec, batch, tokens)) < most, f"{tokens} tokens"
     assert (row.graphs, row.outside) == (1, 0), f"{row.graphs} command buffers, {row.outside} launches in none"
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_outliers_take_two_launches_at_any_batch(batch: int):
+    """Scores before the attention kernel, values after it; at 64 all heads' scores fill 256 MiB. XLA sums none of them."""
+    row = measure("kvquant:bits=4", batch)
+    assert (row.loops, row.branches, row.graphs, row.outside) == (0, 0, 1, 0)
+    once = "append_token", "outlier_scores", "decode_attention", "outlier_values"
+    assert {name: row.launches[name] for name in once} == dict.fromkeys(once, 1), f"{row.launches}"
+    assert not any("scatter" in name for name in row.launches), f"{row.launches}"

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.machine_code.compile import compile_for
-from benchmarks.machine_code.sass import assemble
+from benchmarks.machine_code.sass import assemble, loops
 from benchmarks.machine_code.target import A100, H200, Target
 from benchmarks.machine_code.tools import missing
 from kvq_jax.arrays.grouped_array import GroupFormat
 from kvq_jax.codecs.grouped import GroupedCodec
 from kvq_jax.codecs.kernel_readers import grouped
+from pallas_kernels.decode_attention import outlier_values
 from pallas_kernels.decode_attention.merge import finished
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
@@ -115,6 +116,26 @@ def spills_of_outlier_scores(target: Target, turned: bool, registers: int | None
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "before_rope"])
 def test_scores_of_outliers_are_kept_in_registers(turned, target):
     assert spills_of_outlier_scores(target, turned) == 0
+
+
+@on_both_gpus
+@pytest.mark.parametrize(("group", "channels", "most"), [(4, 128, 0), (1, 64, 0), (8, 256, 3)])
+def test_sums_of_outliers_are_kept_in_registers(group, channels, most, target):
+    """most: spills of a step, some with the most query heads that a head dim of 256 may have; beside it a share's place may be spilled."""
+    tuning, slots = outlier_values.tuning_for(group), jax.ShapeDtypeStruct((2, 128, 384), jnp.uint16)
+    scores, ends = jax.ShapeDtypeStruct((2, 8, group, 4096), jnp.float32), jax.ShapeDtypeStruct((2, 128, 8), jnp.uint16)
+
+    def values(scores, index, residual, ends, limits):
+        return outlier_values.outlier_values(scores, index, residual, ends, limits, channels, launch=LAUNCH).o
+
+    kernel = compile_for(target, values, (scores, slots, slots, ends, jax.ShapeDtypeStruct((2,), jnp.int32))).kernel("outlier_values")
+    assembly = assemble(kernel.ptx, kernel.name, target.architecture)
+    step = min((loop for loop in loops(assembly.function) if loop.multiply_adds), key=lambda loop: len(loop.indices))
+    assert step.multiply_adds == 128 * group * max(channels, 128), "not a step of 128 slots"
+    assert step.counts().get("spill", 0) <= most
+    assert assembly.spill_bytes <= 64 + 32 * most
+    if target == H200:
+        assert assembly.registers * kernel.threads * tuning.resident <= 65536, "fewer programs run at a time than share the tiles"
 
 
 def test_spills_of_a_kernel_with_too_few_registers_are_counted():
