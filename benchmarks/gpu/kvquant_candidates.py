@@ -158,7 +158,7 @@ class _Side:
 
     def call(self, part: str, launch: Launch, x: Array, copy: Any) -> Array:
         params, body = copy
-        reader, arrays = self.body.reader, self.codec.kernel_arrays(params, body)
+        reader, arrays = self.body.reader, self.codec.fused_arrays(params, body)
         rope = rope_of(self.shape.head_dim)
         if part == "sparse" and self.side == "v":
             return matvec.weighted_outliers(x, reader, arrays, launch=launch)

@@ -129,7 +129,7 @@ def random_parameters(codec: Codec, heads: int, seed: Array) -> dict[str, Array]
     parameters = {name: uniform(spec.shape, seed, *ranges[name]) for name, spec in specs.items()}
     if "levels" in parameters:
         parameters |= {"levels": jnp.sort(parameters["levels"]), "qnorm": jnp.asarray([1.0, 0.0])}
-    return parameters
+    return parameters | codec.derive(parameters)
 
 
 def _sorted_channels(specs: Mapping[str, ArraySpec], seed: Array) -> dict[str, Array]:

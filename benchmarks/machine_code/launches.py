@@ -195,8 +195,9 @@ def measure(spec: str, batch: int, target: Target = H200, tokens: int = 32768) -
 
 
 def calibrated(plan: LayerPlan) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
-    """Return the shapes of a layer's calibrated parameters, keys' and values'."""
-    return tuple({name: described.struct for name, described in codec.parameters(plan.heads).items()} for codec in (plan.k, plan.v))
+    """Return the shapes of a layer's calibrated parameters and of what follows from them, keys' and values'."""
+    specs = (codec.parameters(plan.heads) | codec.derived_parameters(plan.heads) for codec in (plan.k, plan.v))
+    return tuple({name: described.struct for name, described in of_side.items()} for of_side in specs)
 
 
 HEADER = (

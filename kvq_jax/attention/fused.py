@@ -142,7 +142,7 @@ def reader_and_arrays(codec: Codec, params: Tree, body: Tree, rope: Rope | None,
 
     Raises ValueError, with the reason, where kernels cannot read it, or where keys cached before RoPE come without `rope`.
     """
-    reader, arrays = codec.kernel_reader(), codec.kernel_arrays(params, body)
+    reader, arrays = codec.kernel_reader(), codec.fused_arrays(params, body)
     if isinstance(reader, str):
         raise ValueError(reader)
     if not reader.turns:

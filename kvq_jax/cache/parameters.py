@@ -101,9 +101,10 @@ def parameter_axes(plan: LayerPlan, dims: CacheDims, params: Tree) -> Tree:
     """
     described = []
     for codec, own in zip((plan.k, plan.v), by_side(params), strict=True):
+        derived = codec.derived_parameters(plan.heads)
         found = (
-            {**(codec.from_weights(_described_weights(dims, bias, norm)) or {}), **codec.parameters(plan.heads)}
-            for bias, norm in itertools.product((False, True), repeat=2)
+            {**(codec.from_weights(_described_weights(dims, bias, norm)) or {}), **codec.parameters(plan.heads), **more}
+            for bias, norm, more in itertools.product((False, True), (False, True), (derived, {}))
             if _can_take(codec, dims, bias, norm)
         )
         matching = [axes for axes in found if jax.tree.structure(axes) == jax.tree.structure(own or {})]
@@ -144,7 +145,7 @@ def parameter_plans(spec: CacheSpec, dims: CacheDims) -> tuple[LayerPlan, ...]:
 
 
 def _with_calibrated(where: str, codec: Codec, dims: CacheDims, own: Tree, calibrated: Mapping[str, ArrayLike] | None) -> Tree:
-    """Return a side's parameters: those made from weights, `own`, and its calibrated ones."""
+    """Return a side's parameters: those made from weights, `own`, its calibrated ones and what follows from these."""
     declared = codec.parameters(dims.num_key_value_heads)
     if not declared:
         return own
@@ -154,7 +155,8 @@ def _with_calibrated(where: str, codec: Codec, dims: CacheDims, own: Tree, calib
     wanted = {name: struct.shape for name, struct in declared.items()}
     if shapes != wanted:
         raise ValueError(f"{where} needs calibrated arrays of shapes {wanted}, got {shapes}")
-    return (own or {}) | {name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()}
+    arrays = {name: jnp.asarray(calibrated[name], struct.dtype) for name, struct in declared.items()}
+    return (own or {}) | arrays | codec.derive(arrays)
 
 
 def _check_weights(weights: LayerWeights, dims: CacheDims) -> None:

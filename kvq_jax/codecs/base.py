@@ -128,6 +128,15 @@ class Codec(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes no calibration")
 
+    def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
+        """Describe what `derive` returns for K KV heads."""
+        return {}
+
+    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
+        """Return parameters that follow from calibrated ones alone, by name, made once when these are attached to a model: `params` may
+        have them beside the others, or not. They save a step the launches that would make them anew."""
+        return {}
+
     def from_weights(self, weights: LayerWeights) -> Tree:
         """Return the parameters that follow from the layer's weights alone, made once when a model is loaded. Where the weights are
         ShapeDtypeStructs or `ArraySpec` descriptions, so are the results. Weights that are used as they are come back as the same
@@ -211,6 +220,10 @@ class Codec(abc.ABC):
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
         """Return the arrays that `kernel_reader` and `native_body` read, in their order."""
         return jax.tree.leaves(body)
+
+    def fused_arrays(self, params: Tree, body: Tree) -> list[Array]:
+        """Return what fused kernels read in place of `kernel_arrays`: the same, perhaps in the dtype that they compute with."""
+        return self.kernel_arrays(params, body)
 
     def kernel_sum(self, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
         """Return weights . v from what kernels read in its place, the weighted sum of what the body's arrays hold: a linear map."""

@@ -48,6 +48,12 @@ class Wrapping(Codec):
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
         return self.inner.calibrate(rows, gradients)
 
+    def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
+        return self.inner.derived_parameters(heads)
+
+    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
+        return self.inner.derive(calibrated)
+
     def calibration_key(self) -> str:
         return self.inner.calibration_key()
 
@@ -102,6 +108,9 @@ class Wrapping(Codec):
 
     def kernel_arrays(self, params: Tree, body: Tree) -> list[Array]:
         return self.inner.kernel_arrays(params, body)
+
+    def fused_arrays(self, params: Tree, body: Tree) -> list[Array]:
+        return self.inner.fused_arrays(params, body)
 
     def kernel_sum(self, weighted: Float[Array, "B K R H"]) -> Float[Array, "B K R H"]:
         return self.inner.kernel_sum(weighted)

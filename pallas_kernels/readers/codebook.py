@@ -81,7 +81,7 @@ class CodebookReader(Reader):
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
-        scales = [s[None] for s in scales] if self.affine == "channels" else by_slots(scales, self.slots)
+        scales = [s.astype(jnp.float16)[None] for s in scales] if self.affine == "channels" else by_slots(scales, self.slots)
         return (*words, table[None, None], *scales)
 
     def opened_arrays(self, refs: Sequence[Any], asm: bool) -> Sequence[Any]:
@@ -172,7 +172,7 @@ class CodebookReader(Reader):
     def _affine(self, entries: Half, refs: Sequence[Any], slot: int, chunk: int, tile: Tile, asm: bool) -> Half:
         if self.affine == "channels":
             at = slice(self.layout.width * chunk, self.layout.width * (chunk + 1))
-            scale, zero = (s[at].astype(jnp.float16)[None, :] for s in refs[self._sets + 1 :][:2])
+            scale, zero = (s[at][None, :] for s in refs[self._sets + 1 :][:2])
         else:
             group = next(i for i, chunks in enumerate(self._groups) if chunk in chunks)
             scale, zero = (s.astype(jnp.float16)[:, None] for s in self._of_tokens(refs, group, slot, tile))

@@ -9,19 +9,21 @@ from benchmarks.machine_code.tools import missing
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")]
 
-MOST = 11  # beside the projections: queries, keys and values, append, windows, body, merge, a product, and twice a sum and a norm
+MOST = 10  # beside the projections: queries, keys and values, append and windows, body, merge, a product, and twice a sum and a norm
+OUTLIERS = 2  # of keys before the body, and of values after it
 MORE = {("innerq:bits=2", 64): 1}  # XLA cuts the queries out of the projection before two kernels take them, each in its own form
+POLAR = "k=polarquant+v=innerq:bits=4"
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
-@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq:bits=2", "dense"])
+@pytest.mark.parametrize("spec", ["kivi:bits=4", "innerq:bits=2", "dense", "kvquant:bits=4", POLAR])
 def test_a_layer_launches_few_kernels_at_any_batch(spec: str, batch: int):
     row = measure(spec, batch)
     assert (row.loops, row.branches) == (0, 0), f"{row.loops} loops, {row.branches} branches"
     assert row.matrices == 5, f"{row.matrices} products of matrices: {row.launches}"
-    assert row.total - row.matrices <= MOST + MORE.get((spec, batch), 0), f"{row.total} launches: {row.launches}"
+    assert row.total - row.matrices <= MOST + (OUTLIERS if "outlier_scores" in row.launches else 0) + MORE.get((spec, batch), 0), f"{row.total} launches: {row.launches}"
     assert row.launches["decode_attention"] == 1
-    if batch == 16:  # as estimated: near the time of the cache's bytes
+    if batch == 16 and spec not in ("kvquant:bits=4", POLAR):  # as estimated: near the time of the cache's bytes
         for tokens, most in ((32768, 1.6), (4096, 2.5)):
             assert over_limit(row.beside, limit_us(spec, batch, tokens)) < most, f"{tokens} tokens"
     assert (row.graphs, row.outside) == (1, 0), f"{row.graphs} command buffers, {row.outside} launches in none"

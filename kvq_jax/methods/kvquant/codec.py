@@ -83,6 +83,19 @@ class KVQuantCodec(OneSideCodec):
             axes |= {"lower": (), "upper": ()}
         return {name: ArraySpec(own, "float32") for name, own in axes.items()}
 
+    def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
+        """Describe ranges of channels in the dtype in which kernels scale the rows of keys that they rotate."""
+        if not self.per_channel or not self.pre_rope or self.online:
+            return {}
+        described = self.parameters(heads)
+        return {f"kernel_{name}": dataclasses.replace(described[name], dtype=kernel_readers.SCALE_DTYPE) for name in ("scale", "zero")}
+
+    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
+        return {
+            name: calibrated[name.removeprefix("kernel_")].astype(described.dtype)
+            for name, described in self.derived_parameters(len(calibrated["scale"]) if self.per_channel else 0).items()
+        }
+
     def calibration_key(self) -> str:
         ranges = "channel" if self.per_channel else "token"
         thresholds = "matrix" if self.per_matrix else "vector"
@@ -194,6 +207,13 @@ class KVQuantCodec(OneSideCodec):
         affine = [params["scale"], params["zero"]] if self.per_channel else [body.scale, body.zero]
         sparse = [] if body.outliers is None else [body.outliers.index, body.outliers.residual, body.outliers.ends]
         return [*body.words, self._values(params), *affine, *sparse]
+
+    def fused_arrays(self, params: Tree, body: CodebookArray) -> list[Any]:
+        arrays = self.kernel_arrays(params, body)
+        if "kernel_scale" in params:
+            first = len(body.words) + 1  # behind the table
+            arrays[first : first + 2] = params["kernel_scale"], params["kernel_zero"]
+        return arrays
 
     @property
     def code_layout(self) -> PlaneLayout:

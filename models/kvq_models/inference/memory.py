@@ -26,7 +26,8 @@ def parameter_bytes(cache: Cache, config: LlamaConfig, dtype: str) -> list[int]:
 
     def of(plan: LayerPlan) -> int:
         made = {id(leaf): leaf for leaf in jax.tree.leaves(plan.from_weights(weights)) if id(leaf) not in given}
-        return kvq.nbytes([made, *(codec.parameters(plan.heads) for codec in plan.codecs)])
+        calibrated = [codec.parameters(plan.heads) | codec.derived_parameters(plan.heads) for codec in plan.codecs]
+        return kvq.nbytes([made, *calibrated])
 
     return [of(plan) for plan in cache.plans]
 
