@@ -175,7 +175,7 @@ def _kernel(
 ) -> None:
     # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys and the values, more scores (by slots) if
     # there are any; then m [P, R], l [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need them
-    head = 0
+    program, head = pl.program_id(0), 0
     if schedule.heads < all_heads:
         head, refs = refs[0][0], refs[1:]
     inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
@@ -188,9 +188,9 @@ def _kernel(
         query, keys, values = (of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False))
         added, kept = of_scores[: counts[3]], of_scores[counts[3] :]
         carry = _attend_run(run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns)
-        _store_piece(outputs[:3], schedule.place(run), *carry)
+        _store_piece(outputs[:3], schedule.place(program, run), *carry)
 
-    schedule.for_each_run(limits_ref, read)
+    schedule.for_each_run(limits_ref, program, read)
 
 
 def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array) -> None:

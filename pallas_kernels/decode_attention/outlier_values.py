@@ -92,17 +92,18 @@ def _kernel(limits_ref: Any, first_ref: Any, *refs: Any, schedule: Schedule, poo
     # refs: ends [B, n, K], index and residual [B, n, P], scores [B, k, R, S]; m and l [pieces, R], o [pieces, ROWS, H / ROWS, R]
     *slots, scores_ref, m_ref, l_ref, o_ref = refs
     heads, width = o_ref.shape[3], o_ref.shape[2]
+    program = pl.program_id(0)  # outside of the loop, where an interpreted kernel knows it
 
     def read(run: Run) -> None:
         own = _Slots(*slots, Unit(scores_ref, run.row, run.head, schedule), run, first_ref[0] + run.head, pool, width)
         nothing = jnp.zeros((ROWS, max(width, LEAST_COLUMNS)), jnp.float32), jnp.full((), NEG_INF, jnp.float32)
         of_heads = lax.fori_loop(run.first, run.end, lambda tile, sums: own.add_tile(tile, schedule.tile, sums, asm), [nothing] * heads)
-        place = schedule.place(run)
+        place = schedule.place(program, run)
         for g, (sums, largest) in enumerate(of_heads):
             m_ref[place, g], l_ref[place, g] = largest, jnp.zeros_like(largest)
             o_ref[place, :, :, g] = real_columns(sums, width)
 
-    schedule.for_each_run(limits_ref, read)
+    schedule.for_each_run(limits_ref, program, read)
 
 
 @dataclasses.dataclass(frozen=True)
