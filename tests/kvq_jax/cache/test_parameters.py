@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
+from kvq_jax.cache.cache import dims_of
+from kvq_jax.cache.parameters import parameter_axes, parameter_plans
 from tests.kvq_jax.layer_runs import DIMS, key_bias, layer_weights, sequences
 
 SPEC = "kvquant:bits=3,outliers=0.05"
@@ -35,6 +37,22 @@ def test_calibrated_arrays_become_the_parameters_of_both_sides():
     jax.tree.map(np.testing.assert_array_equal, again, calibrated)
     weighed = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), {side: array**2 for side, array in rows().items()})
     assert np.abs(weighed["k"]["levels"] - calibrated["k"]["levels"]).max() > 1e-3, "gradients do not weigh"
+
+
+def test_ranges_of_channels_come_in_the_dtype_of_kernels_too():
+    """Where kernels scale the rows of keys: before RoPE. A cache takes parameters with them and without."""
+    calibrated = kvq.calibrate_layer(SPEC, DIMS, 0, rows(), ones(rows()))
+    k, v = kvq.prepare_layer(SPEC, DIMS, 0, calibrated=calibrated)
+    assert {name for name in k | v if name.startswith("kernel_")} == {"kernel_scale", "kernel_zero"}
+    for name in ("scale", "zero"):
+        np.testing.assert_array_equal(k[f"kernel_{name}"], np.asarray(k[name]).astype(np.float16))
+        assert (np.asarray(k[f"kernel_{name}"], np.float32) != np.asarray(k[name])).any(), "they are not rounded"
+    after_rope = kvq.prepare_layer(f"{SPEC},pre_rope=false", DIMS, 0, calibrated=calibrated)[0]
+    assert set(after_rope) == set(calibrated["k"])
+    plan = parameter_plans(kvq.parse(SPEC), dims_of(DIMS))[0]
+    for given in ((k, v), (after_rope, v)):
+        axes = parameter_axes(plan, dims_of(DIMS), given)
+        assert jax.tree.map(lambda described, array: described.shape == array.shape, axes, given) == jax.tree.map(lambda _: True, given)
 
 
 def test_sides_and_layers_without_parameters_are_left_out():
