@@ -81,10 +81,9 @@ class CodebookReader(Reader):
         entries, wanted = 1 << self.layout.bits, self._sets + (6 if self.pool else 3)
         if table.shape != (entries,) or len(stored) != wanted:
             raise ValueError(f"{table.shape=} among {len(stored)} arrays: the table has {entries} entries, and {wanted} arrays are needed")
+        # scales of channels are stacked, so that XLA makes them in one launch
         of_channels = self.affine == "channels"
-        scales = (
-            [jnp.stack(scales, axis=1).astype(jnp.float16)[None]] if of_channels else by_slots(scales, self.slots)
-        )  # stacked in one launch
+        scales = [jnp.stack(scales, axis=1).astype(jnp.float16)[None]] if of_channels else by_slots(scales, self.slots)
         return (*words, table_words(table.astype(jnp.float16)[None, None]), *scales)
 
     @property
@@ -104,7 +103,8 @@ class CodebookReader(Reader):
     ) -> list[Pieces]:
         if not self.pool:
             return []
-        return [outlier_values(scores, *stored[-3:], limits, self.layout.channels, first=first, launch=launch)]
+        index, residual, ends = stored[-3:]
+        return [outlier_values(scores, index, residual, ends, limits, self.layout.channels, first=first, launch=launch)]
 
     def more_scores(
         self,
@@ -116,7 +116,8 @@ class CodebookReader(Reader):
         turned: Turn | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
-        return outlier_scores(q, *stored[-3:], limits, turned, launch, self.pool, group, first) if self.pool else None
+        index, residual, ends = stored[-3:]
+        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool, group, first) if self.pool else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
