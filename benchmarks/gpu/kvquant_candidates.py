@@ -164,7 +164,8 @@ class _Side:
             return matvec.weighted_outliers(x, reader, arrays, launch=launch)
         if part == "sparse":
             limits, turned = jnp.full((1,), self.shape.tokens), turn(rope.inverse_frequencies, SPAN * jnp.arange(self.shape.tokens // SPAN))
-            return outlier_scores(x, *arrays[-3:], limits, turned, launch, BLOCK, x.shape[2])
+            index, residual, ends = arrays[-3:]
+            return outlier_scores(x, index, residual, ends, limits, turned, launch, BLOCK, x.shape[2])
         inner = reader.inner if isinstance(reader, RotatedReader) else reader
         assert isinstance(inner, CodebookReader)
         if part == "dense":

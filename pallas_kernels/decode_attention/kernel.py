@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -175,22 +175,22 @@ def _kernel(
 ) -> None:
     # refs: the first KV head [1] where the arrays hold others too; arrays of the query, the keys and the values, more scores (by slots) if
     # there are any; then m [P, R], l [P, R] and o [P, H, R] of all pieces, and room for all scores (by slots) if the values need them
-    program, head = pl.program_id(0), 0
+    head = 0
     if schedule.heads < all_heads:
         head, refs = refs[0][0], refs[1:]
     inputs, outputs = refs[: sum(counts)], refs[sum(counts) :]
     ends = [sum(counts[: i + 1]) for i in range(4)]
     whole = dataclasses.replace(schedule, heads=all_heads)
 
-    def read(run: Run) -> None:
+    def read(run: Run, place: Callable[[], Array]) -> None:
         of_unit = [Unit(ref, run.row, run.head + head, whole) for ref in inputs[: ends[2]]]
         of_scores = [Unit(ref, run.row, run.head, schedule) for ref in (*inputs[ends[2] :], *outputs[3:])]
         query, keys, values = (of_unit[last - count : last] for last, count in zip(ends, counts[:3], strict=False))
         added, kept = of_scores[: counts[3]], of_scores[counts[3] :]
         carry = _attend_run(run, query, keys, values, added, kept, readers, schedule.tile, capacity, asm, columns)
-        _store_piece(outputs[:3], schedule.place(program, run), *carry)
+        _store_piece(outputs[:3], place(), *carry)
 
-    schedule.for_each_run(limits_ref, program, read)
+    schedule.for_each_run(limits_ref, read)
 
 
 def _store_piece(refs: Sequence[Any], place: Any, sums: Sequence[Array], largest: Array, total: Array) -> None:

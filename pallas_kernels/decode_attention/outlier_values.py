@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -90,20 +91,20 @@ def outlier_values(
 
 def _kernel(limits_ref: Any, first_ref: Any, *refs: Any, schedule: Schedule, pool: int, asm: bool) -> None:
     # refs: ends [B, n, K], index and residual [B, n, P], scores [B, k, R, S]; m and l [pieces, R], o [pieces, ROWS, H / ROWS, R]
-    *slots, scores_ref, m_ref, l_ref, o_ref = refs
+    ends_ref, index_ref, residual_ref, scores_ref, m_ref, l_ref, o_ref = refs
     heads, width = o_ref.shape[3], o_ref.shape[2]
-    program = pl.program_id(0)  # outside of the loop, where an interpreted kernel knows it
 
-    def read(run: Run) -> None:
-        own = _Slots(*slots, Unit(scores_ref, run.row, run.head, schedule), run, first_ref[0] + run.head, pool, width)
+    def read(run: Run, place: Callable[[], Array]) -> None:
+        scores = Unit(scores_ref, run.row, run.head, schedule)
+        own = _Slots(ends_ref, index_ref, residual_ref, scores, run, first_ref[0] + run.head, pool, width)
         nothing = jnp.zeros((ROWS, max(width, LEAST_COLUMNS)), jnp.float32), jnp.full((), NEG_INF, jnp.float32)
         of_heads = lax.fori_loop(run.first, run.end, lambda tile, sums: own.add_tile(tile, schedule.tile, sums, asm), [nothing] * heads)
-        place = schedule.place(program, run)
+        piece = place()
         for g, (sums, largest) in enumerate(of_heads):
-            m_ref[place, g], l_ref[place, g] = largest, jnp.zeros_like(largest)
-            o_ref[place, :, :, g] = real_columns(sums, width)
+            m_ref[piece, g], l_ref[piece, g] = largest, jnp.zeros_like(largest)
+            o_ref[piece, :, :, g] = real_columns(sums, width)
 
-    schedule.for_each_run(limits_ref, program, read)
+    schedule.for_each_run(limits_ref, read)
 
 
 @dataclasses.dataclass(frozen=True)

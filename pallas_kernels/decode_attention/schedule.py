@@ -85,20 +85,18 @@ class Schedule:
         first = place - head * count
         return Run(found, head, first, jnp.minimum(count, first + end - at), limit)
 
-    def for_each_run(self, limits_ref: Any, program: Int[Array, ""], read: Callable[[Run], None]) -> None:
-        """Call `read` with each run of a program's share."""
+    def for_each_run(self, limits_ref: Any, read: Callable[[Run, Callable[[], Array]], None]) -> None:
+        """Call `read` with each run of this program's share, and with a function that returns the place of its piece: a kernel calls it
+        after it has read the run, through which the place would take a register."""
+        program = pl.program_id(0)
         begin, end = self.share(limits_ref, program)
 
         def one(at: Array) -> Array:
             run = self.run(limits_ref, at, end)
-            read(run)
+            read(run, lambda: program + run.row * self.heads + run.head)
             return at + run.end - run.first
 
         lax.while_loop(lambda at: at < end, one, begin)
-
-    def place(self, program: Int[Array, ""], run: Run) -> Int[Array, ""]:
-        """Return where a program's piece of a run lies. Kernels ask after they have read it: until then it would take registers."""
-        return program + run.row * self.heads + run.head
 
     def pieces_of(self, limits_ref: Any, number: Int[Array, ""], head: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Return (first, end) of the places of a unit's pieces."""

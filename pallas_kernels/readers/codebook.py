@@ -105,7 +105,8 @@ class CodebookReader(Reader):
     ) -> list[Pieces]:
         if not self.pool:
             return []
-        return [outlier_values(scores, *stored[-3:], limits, self.layout.channels, first=first, launch=launch)]
+        index, residual, ends = stored[-3:]
+        return [outlier_values(scores, index, residual, ends, limits, self.layout.channels, first=first, launch=launch)]
 
     def more_scores(
         self,
@@ -117,7 +118,8 @@ class CodebookReader(Reader):
         turned: Turn | None = None,
         first: int = 0,
     ) -> Float[Array, "B k G S"] | None:
-        return outlier_scores(q, *stored[-3:], limits, turned, launch, self.pool, group, first) if self.pool else None
+        index, residual, ends = stored[-3:]
+        return outlier_scores(q, index, residual, ends, limits, turned, launch, self.pool, group, first) if self.pool else None
 
     def query(self, q: Float[Array, "B K GP H"], stored: Sequence[Array]) -> tuple[Array, ...]:
         if self.affine == "channels":
