@@ -19,8 +19,9 @@ from pallas_kernels.decode_attention import outlier_values
 from pallas_kernels.decode_attention.merge import finished
 from pallas_kernels.decode_attention.partial_attention import Splits
 from pallas_kernels.decode_attention.schedule import Pieces, Schedule
-from pallas_kernels.decode_attention.windows import attend_windows
+from pallas_kernels.decode_attention.windows import Queries
 from pallas_kernels.launch import LAUNCH, Launch
+from pallas_kernels.quantize.append import Places, Side, append_token
 from pallas_kernels.quantize.kernel import quantize_rows
 from pallas_kernels.readers.grouped import GroupedReader
 from pallas_kernels.readers.sparse_outliers import outlier_scores
@@ -65,11 +66,13 @@ def test_attention_to_windows_compiles_within_its_registers(rotates, sink, chann
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
     rotation = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((channels // 2,), ())) if rotates else None
 
-    def attend(rotation, *given):
-        return attend_windows(*given, rotation=rotation, launch=Launch(arithmetic))
+    def attend(rotation, q, sink, ring, tokens, limits):
+        sides = [Side(keys[:, :, :1], first, keys, None) for first, keys in zip(sink, ring, strict=True)]
+        places = Places(tokens, tokens > 0, tokens, tokens, tokens > 0)
+        return append_token(sides, places, block=1, queries=Queries(q, tokens, limits, rotation), launch=Launch(arithmetic))
 
     program = compile_for(target, attend, (rotation, q, *windows, row, row))
-    kernel = program.kernel("attend_windows")
+    kernel = program.kernel("append_token")
     assembly = assemble(kernel.ptx, kernel.name, target.architecture)
     assert assembly.spill_bytes == 0, f"{assembly.registers} registers, {assembly.spill_bytes} bytes spilled"
     assert kernel.shared_bytes <= 101376, f"{kernel.shared_bytes} bytes: more than a block may have where multiprocessors have 100 KB"
