@@ -45,8 +45,8 @@ class Case:
 CASES = (
     Case("h128", 128, 4, 32, 4, (0, 1, 31, 32, 33, 129, 416), 416),  # the last tile is a part of one; a head has up to 128 slots of a pool
     Case("h64_one_query", 64, 1, 64, 3, (64, 0, 320), 320),
-    Case("h256_wide_scores", 256, 8, 128, 2, (128, 130, 256), 256, scale=40.0),
-    Case("h128_one_query", 128, 1, 32, 9, (128, 100), 128, scale=0.1),
+    Case("h256_wide_scores", 256, 8, 128, 5, (128, 130, 256), 256, scale=40.0),
+    Case("h128_one_query", 128, 1, 32, 9, (128, 70), 128, scale=0.1),
     Case("h64", 64, 16, 32, 2, (224, 17), 224),
 )
 each = pytest.mark.parametrize("case", some(CASES, CASES[:2]), ids=lambda case: case.id)
