@@ -100,25 +100,11 @@ def append_token(
     ValueError where a writer cannot serve the format, a block does not fit the ring, or windows are not read.
     """
     batch, heads, _, _ = sides[0].row.shape
-    works, inputs, stored, rows = list[_Work](), list[Array](), list[Array](), _new_rows(sides)
-    start, warps = 0, 1
+    works, inputs, stored, rows, start = list[_Work](), list[Array](), list[Array](), _new_rows(sides), 0
     for side in sides:
-        given, kept, slots = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring], side.ring.shape[2]
-        programs, writer = 1, None
-        if isinstance(side.blocks, Rows):
-            if block != 1:
-                raise ValueError(f"blocks of {block} tokens: a body of rows takes one token as it comes")
-            kept.append(side.blocks.body)
-        elif side.blocks is not None:
-            body, writer, given = side.blocks
-            if slots % writer.run or slots < block:
-                raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {writer.run}")
-            writer.check(side.ring, block)
-            programs, warps = block // writer.unit * writer.programs, max(warps, writer.warps)
-            kept += body
-        copies = isinstance(side.blocks, Rows)
-        works.append(_Work(start, programs, side.sink.shape[2], slots, writer, copies, slots == block, len(given), len(kept)))
-        start, inputs, stored = start + programs, [*inputs, *given], stored + kept
+        work, given, kept = _work_of(side, start, block)
+        works, inputs, stored, start = [*works, work], [*inputs, *given], [*stored, *kept], start + work.programs
+    warps = max([1, *(work.writer.warps for work in works if work.writer)])
     asking, parts = _Asking(start, 0, launch.asm), list[jax.ShapeDtypeStruct]()
     row_numbers, shared, of_heads = list(places), list[Array](), list[Array]()
     if queries is not None:
@@ -149,6 +135,24 @@ def append_token(
     by_side = _by_side(outputs[: len(stored)], [work.stored for work in works])
     after = tuple(_with_arrays(side, own) for side, own in zip(sides, by_side, strict=True))
     return after, Splits(*outputs[len(stored) :]) if parts else None
+
+
+def _work_of(side: Side, start: int, block: int) -> tuple[_Work, Sequence[Array], list[Array]]:
+    """Return the work of a side whose programs begin at `start`, the arrays that it reads beside rows, and those that it updates."""
+    slots, programs = side.ring.shape[2], 1
+    inputs, stored = list[Array](), [side.sink, side.ring] if side.sink.shape[2] else [side.ring]
+    writer, copies = None, isinstance(side.blocks, Rows)
+    if isinstance(side.blocks, Rows):
+        if block != 1:
+            raise ValueError(f"blocks of {block} tokens: a body of rows takes one token as it comes")
+        stored.append(side.blocks.body)
+    elif side.blocks is not None:
+        body, writer, inputs = side.blocks
+        if slots % writer.run or slots < block:
+            raise ValueError(f"a ring of {slots} slots does not hold a block of {block} tokens in whole runs of {writer.run}")
+        writer.check(side.ring, block)
+        programs, stored = block // writer.unit * writer.programs, [*stored, *body]
+    return _Work(start, programs, side.sink.shape[2], slots, writer, copies, slots == block, len(inputs), len(stored)), inputs, stored
 
 
 def _new_rows(sides: Sequence[Side]) -> list[Array]:
