@@ -24,7 +24,7 @@ from kvq_jax.codecs.dots import dot_rows
 from kvq_jax.codecs.kernel_readers import Reader
 from kvq_jax.codecs.native_bodies import Body
 from kvq_jax.codecs.wrapping import Wrapping
-from kvq_jax.types.array_types import CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
+from kvq_jax.types.array_types import ArraySpec, CachedRows, LayerInputs, LayerWeights, RowsBKTH, Tree
 from kvq_jax.types.rope import Rope, cosines_and_sines, rotate
 
 OPTION = "subtract_bias=true"
@@ -48,6 +48,12 @@ class BiasSubtracting(Wrapping):
 
     def dequantize(self, params: Tree, stats: Tree, body: Tree) -> CachedRows:
         return self.inner.dequantize(_own(params), stats, body)
+
+    def derived_parameters(self, heads: int) -> dict[str, ArraySpec]:
+        return {}  # they are for kernels, and none reads these keys
+
+    def derive(self, calibrated: dict[str, Array]) -> dict[str, Array]:
+        return {}
 
     def calibration_key(self) -> str:
         return f"{self.inner.calibration_key()},{OPTION}"

@@ -109,7 +109,10 @@ def wrong_in(found: PartialAttention, wanted: PartialAttention) -> str | None:
 @before_or_after_rope
 @each_size
 def test_attention_is_that_of_the_tokens_outside_the_body(sizes, rotation):
-    launch = Launch(interpret=True)
+    check(sizes, rotation, Launch(interpret=True))
+
+
+def check(sizes: Sizes, rotation: tuple | None, launch: Launch) -> None:
     q, first, ring, everything = rows(sizes)
     limits = sizes.body(TOKENS)
     found, wanted = attend(q, first, ring, TOKENS, limits, rotation, launch), expected(q, everything, sizes, rotation)

@@ -57,8 +57,9 @@ def test_quantized_rows_are_those_of_quantize(case):
     assert (wrong := test_quantize.disagreement(case, found, wanted, codes)) is None, wrong
 
 
-def test_attention_to_windows_is_that_of_their_tokens():
-    test_windows.check(20, ASSEMBLY)
+@test_windows.before_or_after_rope
+def test_attention_to_windows_is_that_of_their_tokens(rotation):
+    test_windows.check(test_windows.SIZES[1], rotation, ASSEMBLY)
 
 
 @pytest.mark.parametrize("case", [test_quantize.CASES[0], test_quantize.CASES[7]], ids=lambda case: case.id)
