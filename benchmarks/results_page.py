@@ -55,7 +55,7 @@ KINDS = (
     Kind(
         "overview", OverviewReport, overview.page, _always("bytes of an 8B model's cache, KL to full precision on the model that it names")
     ),
-    Kind("instructions", machine_code.Instructions, machine_code.page, _always("machine instructions for each cached element")),
+    Kind("instructions*", machine_code.Instructions, machine_code.page, _always("machine instructions for each cached element")),
     Kind(
         "launches*", launches.LaunchReport, launches.page, _always("what a layer of a decode step launches on a GPU, with estimated times")
     ),

@@ -203,7 +203,7 @@ def append_token(
 
 
 def block_writer(plan: LayerPlan, codec: Codec, params: Tree, stats: Tree, launch: Launch) -> KernelWriter | None:
-    """Return what writes the blocks that leave into a codec's body; None where XLA does."""
+    """Return what writes the blocks that leave into a codec's body; None where XLA does, as where a ring does not hold whole runs."""
     regions = plan.regions
     if plan.cross_layer is not None or not regions.body_capacity or regions.ring_slots != regions.recent + regions.block:
         return None

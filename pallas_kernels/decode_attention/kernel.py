@@ -38,7 +38,7 @@ from pallas_kernels.tiles.tile import Tile, change_slots
 from pallas_kernels.triton_call import triton_call, whole_array_but
 
 # Bytes of the scores that outliers need, at most, in one launch: heads whose scores take more come after others. An 8B model has as many
-# with 2M tokens in all rows, in temporary memory that all layers share: one part in 60 of 4-bit KVQuant's 16 GB for those tokens.
+# with 2M tokens in all rows: a ninth of a layer of 4-bit KVQuant, in temporary memory that all layers share.
 STORED_SCORES = 256 << 20
 
 

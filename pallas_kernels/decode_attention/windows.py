@@ -81,7 +81,7 @@ class Held(NamedTuple):
 
 
 @runtime_checkable
-class Rows(Protocol):
+class WindowRows(Protocol):
     """Keys or values of a window of a KV head, the new token's among them."""
 
     @property
@@ -90,7 +90,14 @@ class Rows(Protocol):
 
 
 def attend(
-    q: Any, shared: Sequence[Any], sink: Sequence[Rows], ring: Sequence[Rows], tokens: Array, limit: Array, parts: Sequence[Any], asm: bool
+    q: Any,
+    shared: Sequence[Any],
+    sink: Sequence[WindowRows],
+    ring: Sequence[WindowRows],
+    tokens: Array,
+    limit: Array,
+    parts: Sequence[Any],
+    asm: bool,
 ) -> None:
     """Attend to the windows of a KV head, in a kernel.
 

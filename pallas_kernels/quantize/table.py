@@ -11,7 +11,7 @@ approximately.
 
 A token's thresholds are entries of it: `per_side` lie beyond each. There is no sort in a kernel, so the largest entry is found, then the
 largest below it, and so on, over the heads one after the other. Each program finds them anew for its own head. For 1 % of 1024 channels
-that is 14 times 8 heads: some 20,000 instructions of a warp, in one step of 32.
+that is 14 times 8 heads: by estimate, some 20,000 instructions of a warp, in one step of 32.
 Source: Hooper et al., KVQuant, sections 3.3 and 3.4.
 """
 
